@@ -1,0 +1,170 @@
+"""The rare messages: hello, registration, attachment, status. Validated by pydantic, sent as one map.
+
+any peer  ──Hello──▶ daemon ──Welcome | Refused──▶
+client    ──Register──▶ daemon ──Registered | Refused──▶            then RanksChanged as ranks come and go
+worker    ──Attach──▶ daemon ──Attached | Refused──▶                then RankGone, or the link's end
+admin     ──StatusAsk──▶ daemon ──StatusAnswer──▶
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, ValidationError
+
+from kvferry.proto import limits, version
+from kvferry.proto.errors import CODES, KvferryError, RefusedError, RemoteProtocolError
+from kvferry.proto.layout import U32Field, U64Field, Wire
+from kvferry.proto.schema import MESSAGES
+
+Text = Annotated[str, Field(max_length=limits.MAX_TEXT)]
+Facts = Annotated[dict[Text, Text], Field(max_length=limits.MAX_FACTS)]
+Rank = Annotated[int, Field(ge=0, lt=limits.MAX_RANKS)]
+WorldSize = Annotated[int, Field(ge=1, le=limits.MAX_RANKS)]
+
+
+class Control(Wire):
+    """Base of control messages: `[tag, map]` on the wire."""
+
+    TAG: ClassVar[str]
+
+    def __init_subclass__(cls, tag: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if tag:
+            cls.TAG = tag
+            MESSAGES[tag] = cls
+
+    def to_map(self) -> dict[str, Any]:
+        """The map that travels."""
+        return self.model_dump()
+
+    @classmethod
+    def from_map(cls, items: dict[str, Any]) -> Self:
+        """The message that a map holds; RemoteProtocolError naming the first bad field."""
+        try:
+            return cls.model_validate(items)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise RemoteProtocolError("message.fields", f"{cls.TAG}.{where}: {first['msg']}") from None
+
+    def check(self) -> None:
+        """Nothing beyond what the fields say."""
+
+
+class Hello(Control, tag="hello"):
+    """First message of every link. Welcome or Refused answers it."""
+
+    major_min: U32Field = version.SUPPORTED_MAJORS[0]
+    major_max: U32Field = version.SUPPORTED_MAJORS[1]
+    minor: U32Field = version.PROTOCOL_MINOR
+    role: Literal["client", "worker", "admin"]
+    software: Text = ""
+    pid: U64Field = 0
+
+
+class Welcome(Control, tag="welcome"):
+    """Daemon -> peer: the link is open."""
+
+    major: U32Field
+    minor: U32Field
+    boot: U64Field
+    tp_size: WorldSize
+
+
+class Refused(Control, tag="refused"):
+    """A hello, registration or attachment was turned down. `code` is one of errors.CODES."""
+
+    code: Text
+    text: Text
+    fix: Text = ""
+
+    @classmethod
+    def of(cls, error: KvferryError) -> "Refused":
+        """The refusal that tells of `error`."""
+        limit = limits.MAX_TEXT
+        return cls(code=error.code, text=error.text[:limit], fix=error.fix[:limit])
+
+    def error(self) -> RefusedError:
+        """The error to raise or log on the refused side."""
+        return RefusedError(self.code if self.code in CODES else "message.unknown", self.text, self.fix)
+
+
+class Register(Control, tag="register"):
+    """Client -> daemon: the scheduler half of an engine. Registered or Refused answers it.
+
+    Ranks attach through their workers, before or after, under the same `engine_id`.
+    """
+
+    engine_id: Text
+    world_size: WorldSize
+    key_bytes: Annotated[int, Field(ge=limits.MIN_KEY_BYTES, le=limits.MAX_KEY_BYTES)]
+    num_blocks: Annotated[int, Field(ge=1, le=limits.MAX_BLOCKS)]
+    block_tokens: Annotated[int, Field(ge=1, le=1 << 20)]
+    facts: Facts = {}  # what the keys depend on beyond what ranks report: hash scheme, model, ...
+    salt: Annotated[bytes, Field(max_length=256)] = b""
+
+
+class Registered(Control, tag="registered"):
+    """Daemon -> client: the engine is known. Nothing hits until all ranks are attached."""
+
+    incarnation: U64Field
+    namespace: Text  # hex digest; "" until all ranks are attached
+    epoch: U32Field
+    attached: WorldSize | Literal[0]
+    slots: U64Field  # of the pool; 0 until its geometry is fixed
+
+
+class RanksChanged(Control, tag="ranks.changed"):
+    """Daemon -> client: how many ranks are attached now, and the namespace once it is known."""
+
+    attached: WorldSize | Literal[0]
+    namespace: Text
+    epoch: U32Field
+    slots: U64Field
+
+
+class Rotate(Control, tag="rotate"):
+    """Client -> daemon: this engine's weights or cache may have changed; its keys mean something new.
+
+    Moves this engine alone to the namespace of `salt`. One RanksChanged answers it.
+    """
+
+    salt: Annotated[bytes, Field(max_length=256)]
+
+
+class Goodbye(Control, tag="goodbye"):
+    """Client or worker -> daemon: an orderly end of this link."""
+
+
+class Attach(Control, tag="attach"):
+    """Worker -> daemon: an engine's rank has shown me its memory. Attached or Refused answers it."""
+
+    worker: U64Field
+    engine_id: Text
+    rank: Rank
+    world_size: WorldSize
+    layout_digest: Text
+    payload_bytes: Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, max_length=limits.MAX_GROUPS)]
+    block_tokens: Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, max_length=limits.MAX_GROUPS)]
+    num_blocks: Annotated[int, Field(ge=1, le=limits.MAX_BLOCKS)]
+    pool_bytes: U64Field  # of this rank's pool file, behind its own header page
+    facts: Facts = {}
+
+
+class Attached(Control, tag="attached"):
+    """Daemon -> worker: serve this rank."""
+
+    slots: U64Field
+
+
+class RankGone(Control, tag="rank.gone"):
+    """Worker -> daemon: the rank's tether is at its end; this worker drains and exits."""
+
+
+class StatusAsk(Control, tag="status.ask"):
+    """Admin -> daemon."""
+
+
+class StatusAnswer(Control, tag="status.answer"):
+    """Daemon -> admin: gauges and counters as plain JSON types."""
+
+    status: dict[str, Any]

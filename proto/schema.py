@@ -1,0 +1,204 @@
+"""How a message type is declared, packed and checked: one place for all of them.
+
+A message is a frozen dataclass under `@message("tag")`. On the wire it is a msgpack array
+`[tag, field, field, ...]` in the order of declaration. Each field has one of few types, named by the
+annotation helpers below; `unpack` checks number, type and bounds of every field, then calls the
+message's own `check()` for relations between columns. Nothing is constructed from a name on the wire
+but the types registered here, and a handler never sees a message that failed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Final, Protocol, TypeVar, cast
+
+import msgpack
+
+from kvferry.proto import limits
+from kvferry.proto.errors import LocalProtocolError, RemoteProtocolError
+from kvferry.proto.ids import U64_MAX
+
+T = TypeVar("T")
+
+
+class Message(Protocol):
+    """Anything that `pack` takes and `unpack` gives."""
+
+    TAG: ClassVar[str]
+
+    def check(self) -> None:
+        """Raise ValueError if columns disagree."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldKind:
+    """What one field may hold: an int up to `maximum`, or bytes that are `width`-byte items."""
+
+    name: str
+    maximum: int = 0  # of an int
+    width: int = 0  # bytes of one item of a column; 0: not a column
+    limit: int = 0  # items of a column
+
+
+def _meta(kind: FieldKind, default: Any = ...) -> Any:
+    return field(metadata={"kind": kind}) if default is ... else field(default=default, metadata={"kind": kind})
+
+
+def integer(maximum: int = U64_MAX, default: Any = ...) -> Any:
+    """An unsigned int field."""
+    return _meta(FieldKind("u64", maximum=maximum), default)
+
+
+def col_u8(limit: int = limits.MAX_KEYS) -> Any:
+    """A column of bytes, empty by default."""
+    return _meta(FieldKind("u8[]", width=1, limit=limit), b"")
+
+
+def col_u32(limit: int = limits.MAX_KEYS) -> Any:
+    """A column of u32, empty by default."""
+    return _meta(FieldKind("u32[]", width=4, limit=limit), b"")
+
+
+def col_u64(limit: int = limits.MAX_JOBS) -> Any:
+    """A column of u64, empty by default."""
+    return _meta(FieldKind("u64[]", width=8, limit=limit), b"")
+
+
+def col_keys() -> Any:
+    """A column of keys, each `key_bytes` of the message wide, empty by default."""
+    return _meta(FieldKind("keys", width=1, limit=limits.MAX_KEYS * limits.MAX_KEY_BYTES), b"")
+
+
+MESSAGES: Final[dict[str, type[Any]]] = {}
+
+
+def message(tag: str) -> Callable[[type[T]], type[T]]:
+    """Register a frozen dataclass as the message named `tag` in docs/protocol.md."""
+
+    def register(cls: type[T]) -> type[T]:
+        if tag in MESSAGES:
+            raise LocalProtocolError("message.unknown", f"two messages are tagged {tag!r}")
+        cast(Any, cls).TAG = tag
+        MESSAGES[tag] = cls
+        return cls
+
+    return register
+
+
+def field_kinds(cls: type[Any]) -> list[tuple[str, FieldKind]]:
+    """(name, kind) of each field of a hot message type, in wire order."""
+    return [(f.name, cast(FieldKind, f.metadata["kind"])) for f in fields(cls)]
+
+
+_KINDS: Final[dict[type[Any], list[tuple[str, FieldKind]]]] = {}
+
+
+def _kinds(cls: type[Any]) -> list[tuple[str, FieldKind]]:
+    found = _KINDS.get(cls)
+    if found is None:
+        found = _KINDS[cls] = field_kinds(cls)
+    return found
+
+
+def pack(msg: Message) -> bytes:
+    """The wire form of a message; LocalProtocolError if it would be refused at the other end."""
+    to_map = getattr(msg, "to_map", None)
+    body = [to_map()] if to_map else [getattr(msg, name) for name, _ in _kinds(type(msg))]
+    try:
+        _check(msg)
+    except RemoteProtocolError as error:
+        raise LocalProtocolError(error.code, error.text, error.fix) from None
+    return cast(bytes, msgpack.packb([msg.TAG, *body], use_bin_type=True))
+
+
+def unpack(raw: bytes | memoryview) -> Any:
+    """The message that `raw` holds. RemoteProtocolError if it is none, and nothing has changed."""
+    if len(raw) > limits.MAX_FRAME_BYTES:
+        raise RemoteProtocolError("frame.size", f"{len(raw)} bytes; the limit is {limits.MAX_FRAME_BYTES}")
+    try:
+        items = msgpack.unpackb(
+            raw,
+            raw=False,
+            strict_map_key=True,
+            max_str_len=1 << 20,
+            max_array_len=1 << 16,
+            max_map_len=1 << 12,
+            max_ext_len=0,
+        )
+    except Exception as error:  # msgpack raises ValueError, its own and UnicodeDecodeError alike
+        raise RemoteProtocolError("message.malformed", f"not msgpack: {type(error).__name__}") from None
+    if not isinstance(items, list) or not items or not isinstance(items[0], str):
+        raise RemoteProtocolError("message.malformed", "not an array that begins with a tag")
+    cls = MESSAGES.get(items[0])
+    if cls is None:
+        raise RemoteProtocolError("message.unknown", f"tag {items[0][:40]!r}")
+    from_map = getattr(cls, "from_map", None)
+    if from_map is not None:
+        if len(items) != 2 or not isinstance(items[1], dict):
+            raise RemoteProtocolError("message.fields", f"{items[0]} is not [tag, map]")
+        return from_map(items[1])
+    kinds = _kinds(cls)
+    if len(items) != len(kinds) + 1:
+        raise RemoteProtocolError(
+            "message.fields", f"{items[0]} has {len(items) - 1} fields; this build knows {len(kinds)}"
+        )
+    for (name, kind), value in zip(kinds, items[1:], strict=True):
+        _check_field(items[0], name, kind, value)
+    msg = cls(*items[1:])
+    _check(msg)
+    return msg
+
+
+def _check_field(tag: str, name: str, kind: FieldKind, value: object) -> None:
+    if kind.width == 0:
+        # bool is an int to Python, and a true is no number to us.
+        if type(value) is not int:
+            raise RemoteProtocolError("message.fields", f"{tag}.{name} is {type(value).__name__}, not {kind.name}")
+        if not 0 <= value <= kind.maximum:
+            raise RemoteProtocolError("message.limit", f"{tag}.{name} = {value}; it may be 0..{kind.maximum}")
+        return
+    if type(value) is not bytes:
+        raise RemoteProtocolError("message.fields", f"{tag}.{name} is {type(value).__name__}, not {kind.name}")
+    if len(value) % kind.width:
+        raise RemoteProtocolError(
+            "message.lengths", f"{tag}.{name} has {len(value)} bytes, no multiple of {kind.width}"
+        )
+    if len(value) > kind.limit * kind.width:
+        raise RemoteProtocolError(
+            "message.limit", f"{tag}.{name} has {len(value) // kind.width} items; the limit is {kind.limit}"
+        )
+
+
+def _check(msg: Message) -> None:
+    try:
+        msg.check()
+    except ValueError as error:
+        raise RemoteProtocolError("message.lengths", f"{msg.TAG}: {error}") from None
+
+
+def same_length(msg: object, *names: str) -> int:
+    """The common item count of the named columns of `msg`; ValueError with both counts if they differ."""
+    widths = dict(_kinds(type(msg)))
+    counts = {name: len(getattr(msg, name)) // widths[name].width for name in names}
+    if len(set(counts.values())) > 1:
+        raise ValueError("columns differ: " + ", ".join(f"{k} has {v}" for k, v in counts.items()))
+    return next(iter(counts.values()))
+
+
+def describe(msg: Any) -> str:
+    """One line for logs and transcripts: the tag, the ints, and the items of each non-empty column."""
+    to_map = getattr(msg, "to_map", None)
+    if to_map:
+        return f"{msg.TAG} " + " ".join(f"{k}={v}" for k, v in to_map().items())
+    from kvferry.proto.columns import u8, u32, u64
+
+    parts = [msg.TAG]
+    for name, kind in _kinds(type(msg)):
+        value = getattr(msg, name)
+        if kind.width == 0:
+            parts.append(f"{name}={value}")
+        elif value:
+            views: dict[str, Callable[[bytes], Any]] = {"u8[]": u8, "u32[]": u32, "u64[]": u64}
+            view = views.get(kind.name)
+            text = ",".join(map(str, view(value).tolist())) if view else f"{len(value)}B"
+            parts.append(f"{name}={text}")
+    return " ".join(parts)
