@@ -65,7 +65,7 @@ class Peer:
 
     def fileno(self) -> int:
         """ZeroMQ's edge-triggered descriptor: after it fires, call `receive` until it gives nothing."""
-        return int(self._socket.getsockopt(zmq.FD))  # type: ignore[arg-type]
+        return int(self._socket.getsockopt(zmq.FD))
 
     def tether_fileno(self) -> int:
         """Readable when the daemon is gone."""
@@ -97,7 +97,7 @@ class Peer:
         """Messages that have come in order; never blocks. Also notices the tether's end."""
         if self.closed:
             return []
-        messages = []
+        messages: list[Any] = []
         while True:
             try:
                 raw = self._socket.recv(zmq.DONTWAIT)
@@ -126,7 +126,7 @@ class Peer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._tether.fileno(), zmq.POLLIN)
-        return bool(poller.poll(max(timeout_s, 0) * 1000))
+        return bool(poller.poll(int(max(timeout_s, 0) * 1000)))
 
     def close(self) -> None:
         """Drop the link; idempotent."""
