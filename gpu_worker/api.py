@@ -91,7 +91,12 @@ class RankLost:
     """The tether is at its end: drop what has not begun, report OK for nothing more."""
 
 
-Event: TypeAlias = Planned | JobsCancelled | Begun | TicketsCancelled | Copied | TimePassed | RankLost
+@dataclass(frozen=True, slots=True)
+class DaemonLost:
+    """The daemon is gone: no plan will come and nothing is published; loads already begun still get their word."""
+
+
+Event: TypeAlias = Planned | JobsCancelled | Begun | TicketsCancelled | Copied | TimePassed | RankLost | DaemonLost
 
 
 # ---- actions ---------------------------------------------------------------------------------------
@@ -137,3 +142,4 @@ class WorkerSettings:
     begin_ns: int = 2_000_000_000  # a begin whose plan never comes ends after this
     unbegun_ns: int = 10_000_000_000  # a plan that nobody begins ends after this
     mark_ns: int = 10_000_000_000  # a begin whose mark never comes ends after this
+    mark_poll_ns: int = 250_000  # how often marks are looked at while any is awaited
