@@ -1,0 +1,68 @@
+"""The client library: what an engine imports to use kvferry. No torch, no threads and no sockets at import.
+
+Client       scheduler side: lookups, loads, stores, one `Directive` per engine step
+RankClient   rank side: obeys directives, reports the ends of loads and stores
+
+core.py, lookups.py, fence.py, batch.py     decide for the scheduler side; sans-IO
+rank_core.py                                decides for a rank; sans-IO
+client.py, rank.py                          the thin shells: sockets, threads, clocks
+memory.py, torch_memory.py                  describe and share an engine's KV memory
+types.py                                    the values that all of them hand out
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvferry.client.client import Client
+    from kvferry.client.memory import KVMemory, View, from_views, shared_array
+    from kvferry.client.rank import RankClient
+    from kvferry.client.types import (
+        ClientCounters,
+        Directive,
+        Hits,
+        JobEnd,
+        LoadEnd,
+        RankCounters,
+        RankReport,
+    )
+
+_HOMES = {
+    "Client": "client",
+    "RankClient": "rank",
+    "KVMemory": "memory",
+    "View": "memory",
+    "from_views": "memory",
+    "shared_array": "memory",
+    "ClientCounters": "types",
+    "Directive": "types",
+    "Hits": "types",
+    "JobEnd": "types",
+    "LoadEnd": "types",
+    "RankCounters": "types",
+    "RankReport": "types",
+}
+
+__all__ = [
+    "Client",
+    "ClientCounters",
+    "Directive",
+    "Hits",
+    "JobEnd",
+    "KVMemory",
+    "LoadEnd",
+    "RankClient",
+    "RankCounters",
+    "RankReport",
+    "View",
+    "from_views",
+    "shared_array",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: an engine's front end imports the package and needs none of it."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)

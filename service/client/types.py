@@ -78,7 +78,9 @@ class ClientCounters:
     hits: int = 0  # keys
     late_lookups: int = 0  # answered after the engine went on without them
     stores: int = 0
-    stores_off: int = 0  # no sidecar
+    stores_off: int = 0  # no sidecar, ranks away, or too much unanswered
+    lost_stores: int = 0  # unended when the daemon was lost
+    wait_for: int = 0  # stores that the daemon's fence met and this client's mirror had not
     loads: int = 0
     loads_failed: int = 0
     revokes: int = 0
@@ -87,3 +89,17 @@ class ClientCounters:
     detaches: int = 0
     stale: int = 0  # late or unknown messages, dropped
     refused: dict[str, int] = field(default_factory=dict)  # keys by Reason name
+
+
+@dataclass(slots=True)
+class RankCounters:
+    """What one rank did and did not do."""
+
+    loads: int = 0  # begun at a worker
+    loads_failed: int = 0
+    load_deadlines: int = 0  # loads that passed their deadline and were cancelled
+    stores: int = 0  # begun at a worker
+    stores_dropped: int = 0  # no worker to begin them at
+    attaches: int = 0
+    detaches: int = 0
+    stale: int = 0  # late or unknown messages and repeated directives, dropped

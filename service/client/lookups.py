@@ -1,0 +1,228 @@
+"""The client's lookups and leases: who asked what, what is known of it, what must be renewed. Sans-IO.
+
+    UNASKED ──ask──▶ WAITING ──answer──▶ KNOWN ──load──▶ (gone, lease consumed)
+       ▲                │ patience over     │ lease over, epoch changed
+       │                ▼                   │
+       │             GIVEN UP               │            A late answer names a lookup id that nobody waits
+       └────────────────────────────────────┘            for any more: dropped, its lease given back.
+
+A lookup that was given up is gone as a whole: only a new `start` asks again. An answer is remembered until
+something may have changed, so an engine that asks the same question every step pays a dict access. A lease
+is renewed only while the engine keeps asking for it: one that was left alone ends by itself.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvferry.client.types import ClientCounters, Hits
+from kvferry.proto import limits
+from kvferry.proto.columns import pack_u64
+from kvferry.proto.hot import Lookup, LookupAnswer, Renew
+from kvferry.proto.outcome import Next, Reason
+
+MS: Final = 1_000_000
+# A miss may have become a hit by another engine's store: worth a new question this often, if still wanted.
+MISS_REFRESH_NS: Final = 1_000 * MS
+# Hits without a lease may be evicted at any moment: promise no older answer than this.
+UNLEASED_REFRESH_NS: Final = 50 * MS
+# An engine that asked for a request's hits no later than this still wants its lease.
+LEASE_WANTED_NS: Final = 60_000 * MS
+MAX_LOOKUP_KEY_BYTES: Final = 16 << 20  # of one question; a longer chain is cut, not refused
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What is known of one request's chain."""
+
+    request: int  # incarnation
+    keys: bytes
+    group: int
+    wanted_ns: int  # when the engine last showed interest
+    waiting_for: int = 0  # lookup id without an answer
+    since_ns: int = -1  # first `hits` call: patience runs from here
+    given_up: bool = False
+    known: bool = False
+    counted: bool = False
+    count: int = 0
+    next: Next = Next.MISS
+    reason: Reason = Reason.NONE
+    retry_ms: int = 0
+    ask_again_ns: int = -1  # -1: the answer stays good
+    lease: int = 0
+    lease_ns: int = 0
+    renewed_ns: int = 0
+
+
+class Lookups:
+    """All lookups of one client. Messages to send gather in `asks`, leases to give back in `released`."""
+
+    def __init__(self, key_bytes: int, patience_ns: int, counters: ClientCounters) -> None:
+        self.asks: list[Lookup | Renew] = []
+        self.released: list[int] = []
+        self.epoch = 0
+        self.closed: Reason | None = Reason.OFF  # why nothing can hit now; None: ask the daemon
+        self._key_bytes = key_bytes
+        self._patience_ns = patience_ns
+        self._counters = counters
+        self._entries: dict[str, _Entry] = {}
+        self._waiting: dict[int, str] = {}  # lookup id -> request name
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def leases(self) -> int:
+        """Leases held."""
+        return sum(1 for entry in self._entries.values() if entry.lease)
+
+    def start(self, name: str, request: int, keys: bytes, group: int, now_ns: int) -> None:
+        """Ask for `keys` on behalf of `name`, afresh."""
+        self.drop(name)
+        widest = min(limits.MAX_KEYS * self._key_bytes, MAX_LOOKUP_KEY_BYTES)
+        keys = keys[: widest - widest % self._key_bytes]
+        self._entries[name] = entry = _Entry(request, keys, group, now_ns)
+        if self.closed is None:
+            self._ask(name, entry)
+
+    def hits(self, name: str, now_ns: int) -> Hits:
+        """What is known of `name`'s chain now."""
+        entry = self._entries.get(name)
+        if entry is None or not entry.keys:
+            return Hits(True)
+        if self.closed is not None:
+            return Hits(True, reason=self.closed)
+        if entry.given_up:
+            return Hits(True)
+        entry.wanted_ns = now_ns
+        if entry.since_ns < 0:
+            entry.since_ns = now_ns
+        if not entry.waiting_for and (not entry.known or 0 <= entry.ask_again_ns <= now_ns):
+            self._ask(name, entry)
+        patient = now_ns - entry.since_ns < self._patience_ns
+        if not entry.known:
+            if patient:
+                return Hits(False)
+            self._give_up(entry)
+            return Hits(True)
+        if entry.next is Next.PENDING and patient:
+            return Hits(False, entry.count, entry.next, entry.retry_ms, entry.reason)
+        if not entry.counted:
+            entry.counted = True
+            self._counters.hits += entry.count
+        return Hits(True, entry.count, entry.next, entry.retry_ms, entry.reason)
+
+    def is_awaited(self, name: str) -> bool:
+        """Whether an answer that `hits` needs is on its way: waiting for it may help."""
+        entry = self._entries.get(name)
+        return entry is not None and bool(entry.waiting_for) and not entry.known and self.closed is None
+
+    def answer(self, msg: LookupAnswer, now_ns: int) -> None:
+        """Take the daemon's answer; a late one is dropped and its lease given back."""
+        name = self._waiting.pop(msg.lookup, None)
+        if name is None:
+            self._counters.late_lookups += 1
+            self._release(msg.lease)
+            return
+        entry = self._entries[name]
+        entry.waiting_for = 0
+        if entry.lease and entry.lease != msg.lease:
+            self._release(entry.lease)
+        entry.known = True
+        entry.count = min(msg.hits, len(entry.keys) // self._key_bytes)
+        entry.next = Next(msg.next)
+        entry.reason = reason_of(msg.reason)
+        entry.retry_ms = msg.retry_ms
+        entry.lease = msg.lease
+        entry.lease_ns = msg.lease_ms * MS
+        entry.renewed_ns = now_ns
+        entry.ask_again_ns = self._ask_again(entry, now_ns)
+
+    def take_lease(self, name: str, now_ns: int) -> int:
+        """The load of `name` begins: its lease (0: none) passes to the load, and the lookup is gone."""
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            return 0
+        self._waiting.pop(entry.waiting_for, None)
+        return entry.lease if now_ns < entry.renewed_ns + entry.lease_ns else 0
+
+    def drop(self, name: str) -> None:
+        """Forget the lookup of `name` and give its lease back; harmless if there is none."""
+        entry = self._entries.pop(name, None)
+        if entry is not None:
+            self._waiting.pop(entry.waiting_for, None)
+            self._release(entry.lease)
+
+    def restart(self, *, release: bool) -> None:
+        """Nothing that was answered holds any more (daemon lost, or the epoch changed): ask anew when asked."""
+        self._waiting.clear()
+        for entry in self._entries.values():
+            if release:
+                self._release(entry.lease)
+            entry.known, entry.lease, entry.waiting_for, entry.since_ns = False, 0, 0, -1
+        if not release:
+            self.asks.clear()
+            self.released.clear()
+
+    def clear(self) -> None:
+        """Forget every lookup and give every lease back."""
+        for name in list(self._entries):
+            self.drop(name)
+
+    def tick(self, now_ns: int) -> None:
+        """Renew leases that are wanted, drop those that ended, repeat pending questions that are waited for."""
+        if self.closed is Reason.OFF:
+            return
+        renew = []
+        for name, entry in self._entries.items():
+            if entry.lease:
+                if now_ns >= entry.renewed_ns + entry.lease_ns:
+                    entry.lease, entry.known, entry.since_ns = 0, False, -1
+                elif now_ns - entry.wanted_ns < LEASE_WANTED_NS and now_ns >= entry.renewed_ns + entry.lease_ns // 3:
+                    entry.renewed_ns = now_ns
+                    renew.append(entry.lease)
+            is_patient = entry.since_ns >= 0 and now_ns - entry.since_ns < self._patience_ns
+            is_due = entry.known and entry.next is Next.PENDING and 0 <= entry.ask_again_ns <= now_ns
+            if is_due and is_patient and not entry.waiting_for and self.closed is None:
+                self._ask(name, entry)
+        for at in range(0, len(renew), limits.MAX_JOBS):
+            self.asks.append(Renew(pack_u64(renew[at : at + limits.MAX_JOBS])))
+
+    def next_due_ns(self) -> int | None:
+        """When `tick` has something to do; None if nothing is leased or pending."""
+        due = []
+        for entry in self._entries.values():
+            if entry.lease:
+                is_wanted = entry.renewed_ns + entry.lease_ns // 3 - entry.wanted_ns < LEASE_WANTED_NS
+                due.append(entry.renewed_ns + (entry.lease_ns // 3 if is_wanted else entry.lease_ns))
+            is_pending = entry.known and entry.next is Next.PENDING and not entry.waiting_for
+            if is_pending and entry.since_ns >= 0 and entry.ask_again_ns < entry.since_ns + self._patience_ns:
+                due.append(entry.ask_again_ns)
+        return min(due, default=None) if self.closed is None else None
+
+    def _ask(self, name: str, entry: _Entry) -> None:
+        entry.waiting_for = self._next_id
+        self._next_id += 1
+        self._waiting[entry.waiting_for] = name
+        self.asks.append(Lookup(entry.waiting_for, entry.request, self.epoch, entry.group, self._key_bytes, entry.keys))
+
+    def _give_up(self, entry: _Entry) -> None:
+        self._waiting.pop(entry.waiting_for, None)
+        entry.waiting_for = 0
+        entry.given_up = True
+
+    def _ask_again(self, entry: _Entry, now_ns: int) -> int:
+        if entry.next is Next.PENDING:
+            return now_ns + max(entry.retry_ms, 1) * MS
+        if entry.count and not entry.lease:
+            return now_ns + UNLEASED_REFRESH_NS
+        return now_ns + MISS_REFRESH_NS if entry.next is Next.MISS else -1
+
+    def _release(self, lease: int) -> None:
+        if lease:
+            self.released.append(lease)
+
+
+def reason_of(number: int) -> Reason:
+    """The reason of that number; OFF for one that this build does not know."""
+    return Reason(number) if number in Reason._value2member_map_ else Reason.OFF
