@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationError
 
 from kvferry.proto import limits, version
-from kvferry.proto.errors import CODES, KvferryError, RefusedError, RemoteProtocolError
+from kvferry.proto.errors import KvferryError, RefusedError, RemoteProtocolError
 from kvferry.proto.layout import U32Field, U64Field, Wire
-from kvferry.proto.schema import MESSAGES
+from kvferry.proto.schema import add_message
 
 Text = Annotated[str, Field(max_length=limits.MAX_TEXT)]
 Facts = Annotated[dict[Text, Text], Field(max_length=limits.MAX_FACTS)]
@@ -29,8 +29,7 @@ class Control(Wire):
     def __init_subclass__(cls, tag: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if tag:
-            cls.TAG = tag
-            MESSAGES[tag] = cls
+            add_message(tag, cls)
 
     def to_map(self) -> dict[str, Any]:
         """The map that travels."""
@@ -43,11 +42,11 @@ class Control(Wire):
             return cls.model_validate(items)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
+            where = ".".join(str(part) for part in first["loc"])[:120]
             raise RemoteProtocolError("message.fields", f"{cls.TAG}.{where}: {first['msg']}") from None
 
     def check(self) -> None:
-        """Nothing beyond what the fields say."""
+        """Relations between fields: none here. ValueError or RemoteProtocolError where there are some."""
 
 
 class Hello(Control, tag="hello"):
@@ -80,12 +79,16 @@ class Refused(Control, tag="refused"):
     @classmethod
     def of(cls, error: KvferryError) -> "Refused":
         """The refusal that tells of `error`."""
-        limit = limits.MAX_TEXT
-        return cls(code=error.code, text=error.text[:limit], fix=error.fix[:limit])
+        return cls(code=error.code, text=_sendable(error.text), fix=_sendable(error.fix))
 
     def error(self) -> RefusedError:
         """The error to raise or log on the refused side."""
-        return RefusedError(self.code if self.code in CODES else "message.unknown", self.text, self.fix)
+        return RefusedError(self.code, self.text, self.fix)
+
+
+def _sendable(text: str) -> str:
+    # File names may hold lone surrogates, which no UTF-8 can carry.
+    return text.encode("utf-8", "replace").decode()[: limits.MAX_TEXT]
 
 
 class Register(Control, tag="register"):
@@ -148,6 +151,12 @@ class Attach(Control, tag="attach"):
     num_blocks: Annotated[int, Field(ge=1, le=limits.MAX_BLOCKS)]
     pool_bytes: U64Field  # of this rank's pool file, behind its own header page
     facts: Facts = {}
+
+    def check(self) -> None:
+        if not self.payload_bytes or len(self.payload_bytes) != len(self.block_tokens):
+            raise ValueError(
+                f"payload_bytes names {len(self.payload_bytes)} groups, block_tokens {len(self.block_tokens)}"
+            )
 
 
 class Attached(Control, tag="attached"):

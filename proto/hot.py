@@ -11,13 +11,17 @@ from typing import ClassVar
 
 from kvferry.proto import limits
 from kvferry.proto.columns import u32
+from kvferry.proto.errors import RemoteProtocolError
 from kvferry.proto.ids import U32_MAX
+from kvferry.proto.outcome import Ended, Kind, Next, Outcome, Reason
 from kvferry.proto.schema import col_keys, col_u8, col_u32, col_u64, integer, message, same_length
 
 
 def _check_keys(keys: bytes, key_bytes: int, count: int) -> None:
     if not limits.MIN_KEY_BYTES <= key_bytes <= limits.MAX_KEY_BYTES:
-        raise ValueError(f"key_bytes is {key_bytes}; it may be {limits.MIN_KEY_BYTES}..{limits.MAX_KEY_BYTES}")
+        raise RemoteProtocolError(
+            "message.limit", f"key_bytes is {key_bytes}; it may be {limits.MIN_KEY_BYTES}..{limits.MAX_KEY_BYTES}"
+        )
     if len(keys) != count * key_bytes:
         raise ValueError(f"keys have {len(keys)} bytes; {count} keys of {key_bytes} bytes are {count * key_bytes}")
 
@@ -54,11 +58,11 @@ class LookupAnswer:
     TAG: ClassVar[str]
     lookup: int = integer()
     hits: int = integer(limits.MAX_KEYS)
-    next: int = integer(2)  # outcome.Next
+    next: int = integer(max(Next))  # outcome.Next
     lease: int = integer()  # 0: the hits are not leased and may be gone when loaded
     lease_ms: int = integer(U32_MAX)  # the lease ends this long after the last renewal
     retry_ms: int = integer(U32_MAX)  # PENDING: when asking again may help
-    reason: int = integer(255)  # outcome.Reason of a miss that has one
+    reason: int = integer(max(Reason))  # outcome.Reason of a miss that has one
     epoch: int = integer(U32_MAX)  # the namespace's present epoch
 
     def check(self) -> None:
@@ -81,19 +85,19 @@ class Step:
     key_bytes: int = integer(limits.MAX_KEY_BYTES)
     store_tickets: bytes = col_u64()  # (s,)
     store_requests: bytes = col_u64()  # (s,)
-    store_groups: bytes = col_u8(limits.MAX_JOBS)  # (s,)
+    store_groups: bytes = col_u8(limits.MAX_JOBS, limits.MAX_GROUPS - 1)  # (s,)
     store_counts: bytes = col_u32(limits.MAX_JOBS)  # (s,) keys of each store
     store_keys: bytes = col_keys()  # (sum of counts,) prefix order within a store
     store_blocks: bytes = col_u32()  # (sum of counts,) the same block ids on every rank
     load_tickets: bytes = col_u64()  # (l,)
     load_requests: bytes = col_u64()  # (l,)
     load_leases: bytes = col_u64()  # (l,) 0: no lease
-    load_groups: bytes = col_u8(limits.MAX_JOBS)  # (l,)
+    load_groups: bytes = col_u8(limits.MAX_JOBS, limits.MAX_GROUPS - 1)  # (l,)
     load_counts: bytes = col_u32(limits.MAX_JOBS)  # (l,)
     load_keys: bytes = col_keys()  # (sum of counts,)
     load_blocks: bytes = col_u32()  # (sum of counts,)
     end_requests: bytes = col_u64()  # (e,)
-    end_reasons: bytes = col_u8(limits.MAX_JOBS)  # (e,) outcome.Ended
+    end_reasons: bytes = col_u8(limits.MAX_JOBS, max(Ended))  # (e,) outcome.Ended
     written: bytes = col_u32()  # block ids that a new owner will write from this step on
     revoked: bytes = col_u64()  # store tickets the engine went on without waiting for
     cancelled: bytes = col_u64()  # tickets the client voided
@@ -127,7 +131,7 @@ class StepAnswer:
     tickets: bytes = col_u64()  # (t,) stores, then loads, as in the step
     jobs: bytes = col_u64()  # (t,)
     accepted: bytes = col_u32(limits.MAX_JOBS)  # (t,) leading keys that are or will be held / loaded
-    reasons: bytes = col_u8(limits.MAX_JOBS)  # (t,) outcome.Reason
+    reasons: bytes = col_u8(limits.MAX_JOBS, max(Reason))  # (t,) outcome.Reason
     wait_for: bytes = col_u64()  # store tickets met by this step's writes that the client had not revoked
 
     def check(self) -> None:
@@ -142,7 +146,7 @@ class JobsEnded:
     TAG: ClassVar[str]
     tickets: bytes = col_u64()
     jobs: bytes = col_u64()
-    outcomes: bytes = col_u8(limits.MAX_JOBS)  # outcome.Outcome
+    outcomes: bytes = col_u8(limits.MAX_JOBS, max(Outcome))  # outcome.Outcome
 
     def check(self) -> None:
         same_length(self, "tickets", "jobs", "outcomes")
@@ -172,8 +176,8 @@ class Plan:
     planned_to: int = integer()
     tickets: bytes = col_u64()  # (j,)
     jobs: bytes = col_u64()  # (j,)
-    kinds: bytes = col_u8(limits.MAX_JOBS)  # (j,) outcome.Kind
-    groups: bytes = col_u8(limits.MAX_JOBS)  # (j,)
+    kinds: bytes = col_u8(limits.MAX_JOBS, max(Kind))  # (j,) outcome.Kind
+    groups: bytes = col_u8(limits.MAX_JOBS, limits.MAX_GROUPS - 1)  # (j,)
     counts: bytes = col_u32(limits.MAX_JOBS)  # (j,) blocks of each job
     slots: bytes = col_u32()  # (sum,)
     generations: bytes = col_u64(limits.MAX_KEYS)  # (sum,)
@@ -208,7 +212,7 @@ class Done:
 
     TAG: ClassVar[str]
     jobs: bytes = col_u64()
-    outcomes: bytes = col_u8(limits.MAX_JOBS)
+    outcomes: bytes = col_u8(limits.MAX_JOBS, max(Outcome))
     copy_us: bytes = col_u32(limits.MAX_JOBS)  # from the first byte's submission to the last one's end
 
     def check(self) -> None:

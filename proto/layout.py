@@ -60,6 +60,9 @@ class Group(Wire):
     kind: Literal["full", "window", "state"] = "full"
     window_tokens: U32Field = 0
     replicas: Annotated[int, Field(ge=1, le=limits.MAX_RANKS)] = 1
+    # What the engine itself says one block has on this rank; 0: it does not say. A layout that was read
+    # wrong leaves bytes out, and nothing else would notice.
+    block_bytes: U64Field = 0
 
     @property
     def payload_bytes(self) -> int:
@@ -97,6 +100,12 @@ class Layout(Wire):
     def check(self) -> None:
         """RemoteProtocolError(layout.geometry) naming group, region and numbers if bytes do not fit."""
         for g, group in enumerate(self.groups):
+            if group.block_bytes and group.block_bytes != group.payload_bytes:
+                raise RemoteProtocolError(
+                    "layout.geometry",
+                    f"group {g}: its regions hold {group.payload_bytes} bytes of a block, the engine says"
+                    f" {group.block_bytes}",
+                )
             spans: dict[int, list[Region]] = {}
             for r, region in enumerate(group.regions):
                 where = f"group {g} region {r}"
@@ -108,7 +117,7 @@ class Layout(Wire):
                     raise RemoteProtocolError(
                         "layout.geometry", f"{where}: run {region.run} bytes passes the stride of {region.stride}"
                     )
-                end = region.offset + (region.blocks - 1) * region.stride + region.run
+                end = _end(region)
                 have = self.handles[region.handle].nbytes
                 if end > have:
                     raise RemoteProtocolError(
@@ -121,39 +130,48 @@ class Layout(Wire):
 
 
 def _check_apart(group: int, regions: list[Region]) -> None:
-    """Refuse regions of one group that share a byte.
+    """Refuse regions of one group and handle that share a byte. O(n log n).
 
-    Regions interleave (equal strides, different phases) or follow each other; anything else is refused
+    Regions follow each other, or interleave: equal strides, different phases. Anything else is refused
     rather than reasoned about.
+
+        follow       AA.AA.AA.BB.BB.BB.        interleave   AABB.AABB.AABB.
     """
-    ordered = sorted(regions, key=lambda r: (r.offset, r.run))
-    for one, two in itertools.pairwise(ordered):
-        one_end = one.offset + (one.blocks - 1) * one.stride + one.run
-        if one_end <= two.offset:
-            continue
-        if one.offset + one.run > two.offset:
+    ordered = sorted(regions, key=lambda r: r.offset)
+    while ordered:
+        # A cluster: regions whose extents are chained together by overlap.
+        cluster, end = [ordered[0]], _end(ordered[0])
+        for region in itertools.islice(ordered, 1, None):
+            if region.offset >= end:
+                break
+            cluster.append(region)
+            end = max(end, _end(region))
+        del ordered[: len(cluster)]
+        if len(cluster) > 1:
+            _check_interleaved(group, cluster)
+
+
+def _check_interleaved(group: int, cluster: list[Region]) -> None:
+    # A region of one block fits any stride.
+    strides = sorted({region.stride for region in cluster if region.blocks > 1})
+    if len(strides) > 1:
+        raise RemoteProtocolError(
+            "layout.geometry", f"group {group}: interleaved regions have strides {strides[0]} and {strides[-1]}"
+        )
+    # Where each region's run begins within a stride, counted from the first region's; and once more the
+    # first one a stride later, which the last run must not pass.
+    first = cluster[0]
+    stride = strides[0] if strides else _end(max(cluster, key=_end)) - first.offset
+    phases = sorted(((region.offset - first.offset) % stride, region.run, region.offset) for region in cluster)
+    for (at, run, offset), (next_at, _, next_offset) in itertools.pairwise([*phases, (stride, 0, first.offset)]):
+        if at + run > next_at:
             raise RemoteProtocolError(
-                "layout.geometry", f"group {group}: regions at bytes {one.offset} and {two.offset} overlap"
+                "layout.geometry", f"group {group}: the regions at bytes {offset} and {next_offset} overlap"
             )
-        if one.stride != two.stride:
-            raise RemoteProtocolError(
-                "layout.geometry",
-                f"group {group}: interleaved regions have strides {one.stride} and {two.stride}",
-            )
-    # All regions that interleave with the first one must end before its next block begins.
-    for one in ordered:
-        inside = [two for two in ordered if one.offset < two.offset < one.offset + (one.blocks - 1) * one.stride]
-        for two in inside:
-            if (two.offset - one.offset) % one.stride + two.run > one.stride:
-                raise RemoteProtocolError(
-                    "layout.geometry",
-                    f"group {group}: the region at byte {two.offset} runs into the next block of the region"
-                    f" at byte {one.offset}",
-                )
-            if (two.offset - one.offset) % one.stride < one.run:
-                raise RemoteProtocolError(
-                    "layout.geometry", f"group {group}: regions at bytes {one.offset} and {two.offset} overlap"
-                )
+
+
+def _end(region: Region) -> int:
+    return region.offset + (region.blocks - 1) * region.stride + region.run
 
 
 def slot_bytes(payload_bytes: int) -> int:

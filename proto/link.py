@@ -3,9 +3,10 @@
     send(body) ──▶ outgoing() ──carrier (may drop, repeat, reorder)──▶ receive(frame) ──▶ bodies
 
 One frame is `magic, major, kind, link id, seq, ack` (28 bytes) and a body. Data frames are numbered from 1;
-every frame acknowledges all data received in order. A receiver drops what it has and asks again from the
-first number it lacks; a sender keeps what is not acknowledged, within a window, and repeats it after
-`RESEND_NS`. Whoever waits for an acknowledgement longer than `LOST_NS` gives the link up.
+every frame acknowledges all data received in order. A receiver drops what comes ahead of a gap and asks again
+from the first number it lacks; a sender keeps what is not acknowledged, within a window, and repeats all of it
+when asked, its oldest part after each `RESEND_NS` without an acknowledgement. Whoever waits for an
+acknowledgement longer than `LOST_NS` gives the link up.
 
 Why not lean on ZeroMQ alone: it drops at its high-water mark, says nothing of it, and reconnects a
 socket to a new daemon behind our back. With numbers both are seen, and the simulator may be as unkind to
@@ -30,6 +31,8 @@ WINDOW_BYTES: Final = 64 << 20
 ACK_NS: Final = 20_000_000
 # Local sockets lose nothing but at a full queue; repeating sooner would only add to it.
 RESEND_NS: Final = 100_000_000
+# What a timer repeats at most (one frame at least): a peer that stands still must not find fifty windows.
+REPEAT_BYTES: Final = 1 << 20
 LOST_NS: Final = 5_000_000_000
 
 
@@ -117,12 +120,17 @@ class Link:
         return True
 
     def receive(self, frame: Frame, now_ns: int) -> list[bytes]:
-        """Take one frame of this link; the bodies that are new and in order (none or one)."""
+        """Take one frame of this link; the bodies that are new and in order (none or one).
+
+        A CLOSE is the shell's: it reads the reason and drops the link.
+        """
         if self.lost:
             return []
         self._acknowledge(frame.ack, now_ns)
         if frame.kind is FrameKind.RESEND:
-            self._repeat(now_ns)
+            # An ask that was overtaken by a later acknowledgement needs no answer.
+            if self._unacked and frame.ack + 1 == self._unacked[0][0]:
+                self._repeat(now_ns)
             return []
         if frame.kind is not FrameKind.DATA:
             return []
@@ -151,7 +159,7 @@ class Link:
                 self.lost = True
                 self._out.clear()
             elif now_ns - self._resent_at >= RESEND_NS:
-                self._repeat(now_ns)
+                self._repeat(now_ns, REPEAT_BYTES)
 
     def next_due_ns(self) -> int | None:
         """When `tick` has something to do; None if nothing is owed or awaited."""
@@ -190,7 +198,10 @@ class Link:
         if moved:
             self._waiting_since = self._resent_at = now_ns
 
-    def _repeat(self, now_ns: int) -> None:
+    def _repeat(self, now_ns: int, up_to_bytes: int = WINDOW_BYTES) -> None:
         self._resent_at = now_ns
         for seq, body in self._unacked:
             self._out.append(self._frame(FrameKind.DATA, seq, body))
+            up_to_bytes -= len(body)
+            if up_to_bytes <= 0:
+                break

@@ -4,12 +4,14 @@
     byte   64  mark, u64: a step counter, moved on by the engine's stream (on CPU: by the engine itself)
     byte  128  revoke_count, u64: revokes ever written
     byte  192  ended_count, u64: store copies ever ended (the worker writes this one and its ring)
+    byte  256  revoke_floor, u64: the highest ticket whose revoke has left the ring
     byte 1024  ring of the last 256 revoked tickets, u64
     byte 3072  ring of the last 128 tickets whose store copy ended, u64
 
 A ticket is written before its count is raised, so a reader that sees the count sees the ticket. A count
-that moved further than the ring is long means that tickets were missed: the reader then takes every
-ticket it asks for as revoked, which costs stores and never bytes.
+that moved further than the ring is long means that tickets were missed: all of them are at or below the
+floor, which is raised before a ticket leaves the ring, so the reader takes every ticket up to there as
+revoked from then on. That costs stores and never bytes.
 
 Both classes work on a `memoryview` of a shared mapping (the owner keeps the mapping alive) and are
 plain aligned 8-byte loads and stores.
@@ -26,11 +28,14 @@ MAGIC: Final = 0x3147_4150_5259_564B  # "KVYRPAG1"
 MARK: Final = 64 // 8
 REVOKE_COUNT: Final = 128 // 8
 ENDED_COUNT: Final = 192 // 8
+REVOKE_FLOOR: Final = 256 // 8
 REVOKE_RING: Final = 1024 // 8
 REVOKE_SLOTS: Final = 256
 ENDED_RING: Final = 3072 // 8
 ENDED_SLOTS: Final = 128
 WORDS: Final = limits.PAGE_BYTES // 8
+# Revoked tickets a reader keeps before it lets the older half count as revoked for good.
+REMEMBERED: Final = 16 * REVOKE_SLOTS
 
 
 class PageWriter:
@@ -54,7 +59,11 @@ class PageWriter:
         """Tell the worker that these stores may now read mixed bytes. Before anything overwrites the blocks."""
         count = int(self._words[REVOKE_COUNT])
         for ticket in tickets:
-            self._words[REVOKE_RING + count % REVOKE_SLOTS] = ticket
+            at = REVOKE_RING + count % REVOKE_SLOTS
+            leaves = int(self._words[at])
+            if leaves > int(self._words[REVOKE_FLOOR]):
+                self._words[REVOKE_FLOOR] = leaves
+            self._words[at] = ticket
             count += 1
             self._words[REVOKE_COUNT] = count
 
@@ -71,6 +80,7 @@ class PageReader:
         self._words = np.frombuffer(view, dtype=np.uint64, count=WORDS)
         self._seen = int(self._words[REVOKE_COUNT])
         self._revoked: set[int] = set()
+        self._floor = 0  # every ticket up to here counts as revoked
         self.overflows = 0
 
     def is_sound(self) -> bool:
@@ -82,22 +92,20 @@ class PageReader:
         return int(self._words[MARK])
 
     def revoked(self, tickets: Iterable[int]) -> set[int]:
-        """Those of `tickets` that are revoked by now; all of them if the ring was overrun."""
+        """Those of `tickets` that are revoked by now; after an overrun also all up to the floor."""
         count = int(self._words[REVOKE_COUNT])
-        asked = set(tickets)
-        if count - self._seen > REVOKE_SLOTS:
-            self.overflows += 1
-            self._seen = count
-            return asked
-        for at in range(self._seen, count):
+        for at in range(max(self._seen, count - REVOKE_SLOTS), count):
             self._revoked.add(int(self._words[REVOKE_RING + at % REVOKE_SLOTS]))
-        # The writer may have overrun the ring while it was read: then what was read is worthless.
+        # Looked at after the ring: the writer may have overrun it while it was read, and what it drove
+        # out then is below the floor of now.
+        floor = int(self._words[REVOKE_FLOOR])
         if int(self._words[REVOKE_COUNT]) - self._seen > REVOKE_SLOTS:
             self.overflows += 1
-            self._seen = int(self._words[REVOKE_COUNT])
-            return asked
+            self._floor = max(self._floor, floor)
         self._seen = count
-        return asked & self._revoked
+        if len(self._revoked) > REMEMBERED:
+            self._raise_floor()
+        return {ticket for ticket in tickets if ticket <= self._floor or ticket in self._revoked}
 
     def forget(self, tickets: Iterable[int]) -> None:
         """Drop the memory of tickets that have been reported."""
@@ -108,3 +116,10 @@ class PageReader:
         count = int(self._words[ENDED_COUNT])
         self._words[ENDED_RING + count % ENDED_SLOTS] = ticket
         self._words[ENDED_COUNT] = count + 1
+
+    def _raise_floor(self) -> None:
+        # Revokes of stores that were reported already are never forgotten by name. Tickets rise, so the
+        # older half is over; a store that is not counts as revoked.
+        kept = sorted(self._revoked)
+        self._floor = max(self._floor, kept[len(kept) // 2])
+        self._revoked = {ticket for ticket in kept if ticket > self._floor}

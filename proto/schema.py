@@ -26,7 +26,7 @@ class Message(Protocol):
     TAG: ClassVar[str]
 
     def check(self) -> None:
-        """Raise ValueError if columns disagree."""
+        """Raise ValueError if columns disagree, or RemoteProtocolError with a code of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class FieldKind:
     maximum: int = 0  # of an int
     width: int = 0  # bytes of one item of a column; 0: not a column
     limit: int = 0  # items of a column
+    allowed: bytes = b""  # of a u8 column: the values an item may have; empty: any
 
 
 def _meta(kind: FieldKind, default: Any = ...) -> Any:
@@ -48,9 +49,10 @@ def integer(maximum: int = U64_MAX, default: Any = ...) -> Any:
     return _meta(FieldKind("u64", maximum=maximum), default)
 
 
-def col_u8(limit: int = limits.MAX_KEYS) -> Any:
-    """A column of bytes, empty by default."""
-    return _meta(FieldKind("u8[]", width=1, limit=limit), b"")
+def col_u8(limit: int = limits.MAX_KEYS, maximum: int = 255) -> Any:
+    """A column of unsigned bytes up to `maximum`, empty by default."""
+    allowed = bytes(range(maximum + 1)) if maximum < 255 else b""
+    return _meta(FieldKind("u8[]", maximum=maximum, width=1, limit=limit, allowed=allowed), b"")
 
 
 def col_u32(limit: int = limits.MAX_KEYS) -> Any:
@@ -75,13 +77,18 @@ def message(tag: str) -> Callable[[type[T]], type[T]]:
     """Register a frozen dataclass as the message named `tag` in docs/protocol.md."""
 
     def register(cls: type[T]) -> type[T]:
-        if tag in MESSAGES:
-            raise LocalProtocolError("message.unknown", f"two messages are tagged {tag!r}")
-        cast(Any, cls).TAG = tag
-        MESSAGES[tag] = cls
+        add_message(tag, cls)
         return cls
 
     return register
+
+
+def add_message(tag: str, cls: type[Any]) -> None:
+    """Enter one message type; LocalProtocolError if its tag is taken."""
+    if tag in MESSAGES:
+        raise LocalProtocolError("message.unknown", f"two messages are tagged {tag!r}")
+    cls.TAG = tag
+    MESSAGES[tag] = cls
 
 
 def field_kinds(cls: type[Any]) -> list[tuple[str, FieldKind]]:
@@ -102,12 +109,24 @@ def _kinds(cls: type[Any]) -> list[tuple[str, FieldKind]]:
 def pack(msg: Message) -> bytes:
     """The wire form of a message; LocalProtocolError if it would be refused at the other end."""
     to_map = getattr(msg, "to_map", None)
-    body = [to_map()] if to_map else [getattr(msg, name) for name, _ in _kinds(type(msg))]
     try:
+        if to_map is not None:
+            body = [to_map()]
+        else:
+            body = [getattr(msg, name) for name, _ in _kinds(type(msg))]
+            for (name, kind), value in zip(_kinds(type(msg)), body, strict=True):
+                _check_field(msg.TAG, name, kind, value)
         _check(msg)
+        raw = cast(bytes, msgpack.packb([msg.TAG, *body], use_bin_type=True))
     except RemoteProtocolError as error:
         raise LocalProtocolError(error.code, error.text, error.fix) from None
-    return cast(bytes, msgpack.packb([msg.TAG, *body], use_bin_type=True))
+    except (TypeError, ValueError, OverflowError) as error:  # what msgpack says of a value it cannot pack
+        raise LocalProtocolError("message.fields", f"{msg.TAG}: {error}") from None
+    if len(raw) > limits.MAX_BODY_BYTES:
+        raise LocalProtocolError(
+            "frame.size", f"{msg.TAG} has {len(raw)} bytes; the limit is {limits.MAX_BODY_BYTES}", "send it in parts"
+        )
+    return raw
 
 
 def unpack(raw: bytes | memoryview) -> Any:
@@ -120,9 +139,11 @@ def unpack(raw: bytes | memoryview) -> Any:
             raw=False,
             strict_map_key=True,
             max_str_len=1 << 20,
-            max_array_len=1 << 16,
-            max_map_len=1 << 12,
+            # A header of five bytes may announce any length, and msgpack reserves room for it at once.
+            max_array_len=min(limits.MAX_ITEMS, len(raw)),
+            max_map_len=min(limits.MAX_ITEMS, len(raw)),
             max_ext_len=0,
+            ext_hook=_no_extensions,
         )
     except Exception as error:  # msgpack raises ValueError, its own and UnicodeDecodeError alike
         raise RemoteProtocolError("message.malformed", f"not msgpack: {type(error).__name__}") from None
@@ -135,7 +156,9 @@ def unpack(raw: bytes | memoryview) -> Any:
     if from_map is not None:
         if len(items) != 2 or not isinstance(items[1], dict):
             raise RemoteProtocolError("message.fields", f"{items[0]} is not [tag, map]")
-        return from_map(items[1])
+        made = from_map(items[1])
+        _check(made)
+        return made
     kinds = _kinds(cls)
     if len(items) != len(kinds) + 1:
         raise RemoteProtocolError(
@@ -166,6 +189,13 @@ def _check_field(tag: str, name: str, kind: FieldKind, value: object) -> None:
         raise RemoteProtocolError(
             "message.limit", f"{tag}.{name} has {len(value) // kind.width} items; the limit is {kind.limit}"
         )
+    # What is left after all allowed values are deleted; runs at memory speed.
+    if kind.allowed and (strange := value.translate(None, kind.allowed)):
+        raise RemoteProtocolError("message.limit", f"{tag}.{name} holds {strange[0]}; it may be 0..{kind.maximum}")
+
+
+def _no_extensions(code: int, data: bytes) -> object:
+    raise ValueError(f"extension type {code}")
 
 
 def _check(msg: Message) -> None:

@@ -16,9 +16,11 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field
 
 from kvferry.proto import limits, version
+from kvferry.proto.columns import u32
 from kvferry.proto.control import Control, Facts, Rank, Text, WorldSize
-from kvferry.proto.errors import RemoteProtocolError
+from kvferry.proto.errors import LocalProtocolError, RemoteProtocolError
 from kvferry.proto.layout import Layout, U32Field, U64Field, Wire
+from kvferry.proto.outcome import Kind, Outcome
 from kvferry.proto.schema import Message, col_u8, col_u32, col_u64, integer, message, pack, same_length
 
 MarkMode = Literal["word", "host"]
@@ -49,6 +51,21 @@ class RankRegister(Control, tag="rank.register"):
     mark_mode: MarkMode = "word"
     pid: U64Field = 0
     pid_ns: U64Field = 0
+
+    def check(self) -> None:
+        with_fd = sum(handle.kind.endswith("_fd") for handle in self.layout.handles)
+        if with_fd + 1 > limits.MAX_DESCRIPTORS:  # and the shared page's
+            raise RemoteProtocolError(
+                "message.limit", f"{with_fd + 1} descriptors; one message carries {limits.MAX_DESCRIPTORS}"
+            )
+        for n, probe in enumerate(self.probes):
+            if probe.handle >= len(self.layout.handles):
+                raise RemoteProtocolError(
+                    "layout.probe", f"probe {n} names handle {probe.handle} of {len(self.layout.handles)}"
+                )
+            have, end = self.layout.handles[probe.handle].nbytes, probe.offset + len(probe.expect)
+            if end > have:
+                raise RemoteProtocolError("layout.probe", f"probe {n} ends at byte {end} of memory of {have} bytes")
 
 
 class RankRegistered(Control, tag="rank.registered"):
@@ -100,8 +117,8 @@ class Words:
 
     TAG: ClassVar[str]
     tickets: bytes = col_u64()  # (t,)
-    kinds: bytes = col_u8(limits.MAX_JOBS)  # (t,) outcome.Kind; a ticket without a plan says LOAD
-    outcomes: bytes = col_u8(limits.MAX_JOBS)  # (t,) outcome.Outcome
+    kinds: bytes = col_u8(limits.MAX_JOBS, max(Kind))  # (t,) outcome.Kind; a ticket without a plan says LOAD
+    outcomes: bytes = col_u8(limits.MAX_JOBS, max(Outcome))  # (t,) outcome.Outcome
     wait_us: bytes = col_u32(limits.MAX_JOBS)  # (t,) from begin to the first byte's submission
     copy_us: bytes = col_u32(limits.MAX_JOBS)  # (t,)
     failed_counts: bytes = col_u32(limits.MAX_JOBS)  # (t,) failed blocks of a load; all when it never began
@@ -109,16 +126,19 @@ class Words:
 
     def check(self) -> None:
         same_length(self, "tickets", "kinds", "outcomes", "wait_us", "copy_us", "failed_counts")
+        failed = int(u32(self.failed_counts).sum(dtype="uint64"))
+        if failed != len(self.failed_blocks) // 4:
+            raise ValueError(f"failed_counts add up to {failed}, failed_blocks has {len(self.failed_blocks) // 4}")
 
 
 _LENGTH: Final = struct.Struct("<I")
 
 
 def frame(msg: Message) -> bytes:
-    """The framed wire form of `msg`."""
+    """The framed wire form of `msg`; LocalProtocolError if it breaks the protocol."""
     body = pack(msg)
     if len(body) > limits.MAX_TETHER_BYTES:
-        raise RemoteProtocolError("frame.size", f"{len(body)} bytes; the limit is {limits.MAX_TETHER_BYTES}")
+        raise LocalProtocolError("frame.size", f"{len(body)} bytes; the limit is {limits.MAX_TETHER_BYTES}")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -129,7 +149,11 @@ class Deframer:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Bodies completed by `data`; RemoteProtocolError(frame.size) on a length past the limit."""
+        """Bodies completed by `data`; RemoteProtocolError(frame.size) on a length past the limit.
+
+        The length is refused before its bytes are awaited. A stream that broke stays broken: every later call
+        raises too, and bodies that ended in the same `data` are dropped with it.
+        """
         self._buffer += data
         bodies = []
         while len(self._buffer) >= _LENGTH.size:
