@@ -1,6 +1,6 @@
 """One rank: a process with its share of the model and of the KV cache, obeying the scheduler's plans.
 
-Attaching it to kvferry is `_attach` and the four lines in `_step`; the rest is any engine.
+Attaching it to kvferry is `_attach` and the four lines in `step`; the rest is any engine.
 
     plan ─▶ revoke ─▶ begin_loads ─▶ forward ─▶ begin_stores ─▶ poll ─▶ result
 
@@ -47,7 +47,7 @@ def rank_main(
         kv_bytes = sum(view.nbytes for view in cache.values())
         scheduler.send(RankReady(rank, os.getpid(), kv_bytes, kv is not None and kv.attached))
         while True:
-            scheduler.send(_step(decoder, kv, scheduler.recv()))
+            scheduler.send(step(decoder, kv, scheduler.recv()))
     except (EOFError, ConnectionError):
         pass  # the scheduler or a peer is gone: the engine is over
     except Exception as error:
@@ -80,7 +80,8 @@ def facts(config: EngineConfig) -> dict[str, str]:
     return {"model": repr(config.model), "tokenizer": "none"}
 
 
-def _step(decoder: Decoder, kv: RankClient | None, plan: StepPlan) -> StepResult:
+def step(decoder: Decoder, kv: RankClient | None, plan: StepPlan) -> StepResult:
+    """One plan carried out. The order of the calls is the contract."""
     if kv:
         kv.revoke(plan.directive)  # before anything below overwrites a block
         kv.begin_loads(plan.directive)
