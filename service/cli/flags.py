@@ -1,0 +1,37 @@
+"""Flags made from the settings' own fields, so that help, file and environment never disagree."""
+
+import argparse
+from collections.abc import Iterable
+from typing import Any, Literal, get_args, get_origin
+
+from kvferry.settings import ENV_PREFIX, Settings, describe_default, load
+
+
+def add_settings(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """A flag for each of these settings, and --config."""
+    for name in names:
+        field = Settings.model_fields[name]
+        kind = field.annotation
+        choices = [str(value) for value in get_args(kind)] if get_origin(kind) is Literal else None
+        default = "" if field.default is None else f" (default {describe_default(name)})"
+        parser.add_argument(
+            "--" + name.replace("_", "-"),
+            dest=name,
+            choices=choices,
+            metavar=None if choices else _metavar(name),
+            help=f"{field.description}{default} [{ENV_PREFIX}{name.upper()}]".replace("%", "%%"),
+        )
+    parser.add_argument("--config", metavar="FILE", help="settings file (default ./kvferry.toml) [KVFERRY_CONFIG]")
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """The settings of a parsed command line; ConfigError if they cannot be."""
+    given: dict[str, Any] = {
+        name: value for name, value in vars(arguments).items() if name in Settings.model_fields and value is not None
+    }
+    return load(given, arguments.config)
+
+
+def _metavar(name: str) -> str:
+    kinds = {"run_dir": "DIR", "host_memory": "SIZE", "in_flight": "SIZE"}
+    return kinds.get(name, "TIME" if name in ("lease", "job_deadline", "kill_grace") else "N")

@@ -1,0 +1,45 @@
+"""`kvferry COMMAND`: finds the command and turns every known error into one plain answer, never a traceback.
+
+Exit codes: 0 done · 1 it did not work, or there is no sidecar · 2 a setting or a flag cannot be.
+Each command is a module beside this one with `HELP`, `add_arguments(parser)` and `run(arguments) -> int`.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Final
+
+from kvferry.cli import demo, down, status, up, version
+from kvferry.proto.errors import ConfigError, KvferryError
+
+COMMANDS: Final[dict[str, ModuleType]] = {"up": up, "status": status, "down": down, "demo": demo, "version": version}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="kvferry",
+        description="A sidecar that keeps the KV cache of LLM inference servers beyond GPU memory.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module in COMMANDS.items():
+        one = commands.add_parser(name, help=module.HELP, description=module.__doc__, allow_abbrev=False)
+        one.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(one)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(COMMANDS[arguments.command].run(arguments))
+    except KvferryError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        sys.stderr.close()
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

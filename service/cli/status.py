@@ -1,0 +1,77 @@
+"""Ask the sidecar what it holds and does. Exit code 1 if none runs."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from kvferry.cli.ask import ask_status
+from kvferry.cli.flags import add_settings, settings_of
+from kvferry.supervise.rundir import read_lock
+
+HELP = "show what the sidecar holds and does"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where, and in which form."""
+    add_settings(parser, ["run_dir"])
+    parser.add_argument("--json", action="store_true", help="the whole answer as JSON, for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask, print; 1 if nobody answers."""
+    run_dir = settings_of(arguments).directory()
+    holder = read_lock(run_dir)
+    if holder is None:
+        return _absent(arguments.json, f"no kvferry runs at {run_dir.path}", "absent")
+    pid, doing = holder
+    if doing != "serving":
+        return _absent(arguments.json, f"kvferry (pid {pid}) at {run_dir.path} is {doing}", doing)
+    status = {"state": doing, "run_dir": str(run_dir.path), "pid": pid, **ask_status(run_dir)}
+    if arguments.json:
+        print(json.dumps(status, indent=2))
+    else:
+        print("\n".join(table(status)))
+    return 0
+
+
+def _absent(as_json: bool, text: str, state: str) -> int:
+    if as_json:
+        print(json.dumps({"state": state, "text": text}))
+    else:
+        print(text, file=sys.stderr)
+    return 1
+
+
+def table(status: dict[str, Any]) -> list[str]:
+    """Lines for a person: plain values first, then one block for each map or list of maps."""
+    plain = {key: value for key, value in status.items() if not isinstance(value, dict | list)}
+    lines = _columns(plain)
+    for key, value in status.items():
+        if isinstance(value, dict):
+            lines += ["", f"{key}: none"] if not value else ["", key, *("  " + line for line in _columns(value))]
+        elif isinstance(value, list):
+            lines += ["", f"{key}: none"] if not value else ["", key, *("  " + line for line in _rows(value))]
+    return lines
+
+
+def _columns(items: dict[str, Any]) -> list[str]:
+    width = max((len(str(key)) for key in items), default=0)
+    return [f"{key!s:<{width}}  {_show(str(key), value)}" for key, value in items.items()]
+
+
+def _rows(items: list[Any]) -> list[str]:
+    if not all(isinstance(item, dict) for item in items):
+        return [str(item) for item in items]
+    heads = list(dict.fromkeys(key for item in items for key in item))
+    cells = [heads, *([_show(head, item.get(head, "")) for head in heads] for item in items)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _show(name: str, value: Any) -> str:
+    if name == "worker" and isinstance(value, int):
+        return f"{value:016x}"
+    if isinstance(value, dict):
+        return ", ".join(f"{k}={_show(k, v)}" for k, v in value.items()) or "-"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and "pid" not in name else str(value)

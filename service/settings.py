@@ -1,0 +1,178 @@
+"""All settings of a sidecar, from flags, environment, file and defaults, in this order.
+
+    kvferry up --host-memory 8GiB       a flag wins over
+    KVFERRY_HOST_MEMORY=8GiB            the environment, which wins over
+    host_memory = "8GiB"                kvferry.toml (--config FILE, else $KVFERRY_CONFIG, else ./kvferry.toml), over
+    the defaults below
+
+The help of `kvferry up` is made from the descriptions here. A key that nobody knows is refused where it can
+only be a mistake (flags, file); in the environment it is a warning, because others put variables there too
+(Kubernetes makes KVFERRY_PORT of a service that is named kvferry).
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvferry.net.paths import RunDir
+from kvferry.proto import limits
+from kvferry.proto.errors import ConfigError
+from kvferry.units import format_bytes, parse_bytes, parse_seconds
+
+ENV_PREFIX: Final = "KVFERRY_"
+# Read by other parts of kvferry, or naming the file itself: no fields of Settings, and no mistakes.
+OTHER_ENV: Final = frozenset({"KVFERRY_CONFIG"})
+# The least a rank's share can be: the pool file's own header page, and a slot of a header page and a payload page.
+MIN_RANK_BYTES: Final = 3 * limits.PAGE_BYTES
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds)]
+
+
+class Settings(BaseSettings):
+    """What may be set. Sizes and times take units (8GiB, 500ms)."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, validate_default=True
+    )
+
+    run_dir: Path | None = Field(
+        None, description="directory of sockets and lock; default $XDG_RUNTIME_DIR/kvferry, else a directory in /tmp"
+    )
+    tp_size: int = Field(
+        1, ge=1, le=limits.MAX_RANKS, description="ranks of the engines that will attach (their tensor-parallel size)"
+    )
+    host_memory: Bytes = Field(
+        parse_bytes("4GiB"), gt=0, description="memory of the pool in /dev/shm, the total over all ranks"
+    )
+    device: Literal["cpu"] = Field("cpu", description="where the engines' KV cache lies")
+    lease: Seconds = Field(10.0, gt=0, le=3600, description="how long a lookup's hits stay pinned without a renewal")
+    lease_share: float = Field(0.5, gt=0, le=1, description="the part of the pool that leases may pin")
+    job_deadline: Seconds = Field(30.0, gt=0, le=3600, description="after this an accepted transfer is given up")
+    kill_grace: Seconds = Field(5.0, gt=0, le=3600, description="after a cancel, a worker without a word is killed")
+    in_flight: Bytes = Field(
+        parse_bytes("1GiB"), gt=0, description="bytes that one engine may have under way in each direction"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged to stderr")
+
+    @property
+    def rank_bytes(self) -> int:
+        """Bytes of one rank's pool file, in whole pages."""
+        return self.host_memory // self.tp_size // limits.PAGE_BYTES * limits.PAGE_BYTES
+
+    def directory(self) -> RunDir:
+        """The run directory; ConfigError if its sockets' names would be too long."""
+        return RunDir.at(self.run_dir)
+
+
+def load(flags: Mapping[str, Any], config: str | None = None) -> Settings:
+    """The settings that `flags`, the environment and the file together give.
+
+    ConfigError naming the setting, where it came from, what it was, and the fix.
+    """
+    path = _config_path(config)
+    in_file = _read(path) if path else {}
+
+    class Layered(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=in_file)
+
+    try:
+        settings = Layered(**flags)
+    except ValidationError as error:
+        raise _named(error, flags, in_file, path) from None
+    if settings.rank_bytes < MIN_RANK_BYTES:
+        raise ConfigError(
+            "settings.host_memory",
+            f"{format_bytes(settings.host_memory)} over {settings.tp_size} ranks leave"
+            f" {format_bytes(settings.rank_bytes)} a rank; the smallest block needs {format_bytes(MIN_RANK_BYTES)}",
+            "raise host_memory; it is the total over all ranks, and a useful pool holds many blocks",
+        )
+    return settings
+
+
+def unknown_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """KVFERRY_* variables that name no setting, each with the nearest name."""
+    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | OTHER_ENV
+    strange = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
+    return [name + _nearest(name, known) for name in strange]
+
+
+def _config_path(config: str | None) -> Path | None:
+    named = config or os.environ.get("KVFERRY_CONFIG")
+    if named:
+        return Path(named)
+    here = Path("kvferry.toml")
+    return here if here.is_file() else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        items = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            "settings.file", f"cannot read {path}: {error.strerror}", "name a readable file with --config"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("settings.file", f"{path} is not TOML: {error}", "correct that line") from None
+    return items
+
+
+def _named(
+    error: ValidationError, flags: Mapping[str, Any], in_file: Mapping[str, Any], path: Path | None
+) -> ConfigError:
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0])
+    if name in flags:
+        where = "--" + name.replace("_", "-")
+    elif ENV_PREFIX + name.upper() in os.environ:
+        where = ENV_PREFIX + name.upper()
+    elif name in in_file:
+        where = f"{name} in {path}"
+    else:
+        where = name
+    if first["type"] == "extra_forbidden":
+        known = set(Settings.model_fields)
+        return ConfigError(
+            "settings.unknown",
+            f"{where}: there is no such setting{_nearest(name, known)}",
+            "known: " + ", ".join(known),
+        )
+    text = first["msg"].removeprefix("Value error, ")
+    given = first["input"]
+    shown = "" if repr(given) in text else f", not {given!r}"
+    return ConfigError("settings." + name, f"{where}: {text[:1].lower()}{text[1:]}{shown}", _fix(name))
+
+
+def _fix(name: str) -> str:
+    field = Settings.model_fields[name]
+    return f"{name} is: {field.description} (default {describe_default(name)})"
+
+
+def describe_default(name: str) -> str:
+    """The default of a setting as people write it."""
+    default = Settings.model_fields[name].default
+    if name in ("host_memory", "in_flight"):
+        return format_bytes(default).replace(".0 ", "")
+    if name in ("lease", "job_deadline", "kill_grace"):
+        return f"{default:g}s"
+    return str(default)
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""

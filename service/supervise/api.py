@@ -1,0 +1,137 @@
+"""The supervisor core's only door: events in, actions out.
+
+A child is named by a random id; a worker's is its worker id.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+# ---- events ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The pool stands and the sockets listen: start the children."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A child that was asked for runs."""
+
+    child: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A child serves: the daemon its sockets, a worker as a spare."""
+
+    child: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """An engine's rank has connected to this worker."""
+
+    child: int
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A child is reaped. `status` is its exit code, or minus the signal that ended it."""
+
+    child: int
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillWanted:
+    """The daemon wants a worker dead: it owes a word and gave none."""
+
+    worker: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A person or the system wants an end."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Look at the bounds."""
+
+
+Event: TypeAlias = Begin | Spawned | Ready | Taken | Exited | KillWanted | Stop | TimePassed
+
+# ---- actions ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnDaemon:
+    """Start the daemon; its events carry `child`."""
+
+    child: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnWorker:
+    """Start a worker of `rank`; its worker id is `child`."""
+
+    child: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Put a map on a child's control channel."""
+
+    child: int
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """SIGTERM."""
+
+    child: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL."""
+
+    child: int
+
+
+@dataclass(frozen=True, slots=True)
+class FreshPool:
+    """All children are reaped: drop the pool and the table and make an empty pool. Then say Begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellReady:
+    """Everything serves; `again` after the daemon was lost."""
+
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line for the log."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """All that could be reaped is reaped: clean up and exit with this code."""
+
+    code: int
+    text: str
+
+
+Action: TypeAlias = SpawnDaemon | SpawnWorker | Tell | Terminate | Kill | FreshPool | TellReady | Note | Finish

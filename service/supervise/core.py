@@ -1,0 +1,338 @@
+"""What the supervisor decides: who is started, killed, told and given up. Pure; the shell is `shell.py`.
+
+              Begin                    daemon ready, a spare for each rank
+    IDLE ──────────────▶ STARTING ──────────────────────────────────────────▶ SERVING
+                           │  ▲                                                  │
+       a child dies before │  │ all workers reaped: fresh pool                   │ the daemon dies
+       the first ready     │  │                                                  ▼
+                           │ EMPTYING ◀───────────────────────────────────────────
+                           ▼
+    STOPPING (told, then SIGTERM, then SIGKILL) ──── all reaped ────▶ OVER (exit code)
+
+Rules
+- One worker per rank is on its way or ready (the spare); when an engine's rank takes it, the next is started.
+- A taken worker's end is ordinary: its rank went away, or it died and the rank comes back to the spare. It is
+  told to the daemon after the reap, never before: the reap is the daemon's proof.
+- The daemon's death ends everything that knew it: workers are told to stop and reaped, the pool is dropped, and
+  all start anew with an empty one. Engines go on with misses and attach again by themselves.
+- A child that dies before the first ready line would die again: give up at once. Later, more than
+  `restarts` deaths of daemon or spares within `window_ns` give up. A taken worker's death is not counted:
+  one engine's trouble must not end the sidecar of its neighbours; instead the next spare of that rank waits.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from kvferry.supervise.api import (
+    Action,
+    Begin,
+    Event,
+    Exited,
+    Finish,
+    FreshPool,
+    Kill,
+    KillWanted,
+    Note,
+    Ready,
+    SpawnDaemon,
+    Spawned,
+    SpawnWorker,
+    Stop,
+    Taken,
+    Tell,
+    TellReady,
+    Terminate,
+    TimePassed,
+)
+
+# ---- state -----------------------------------------------------------------------------------------
+
+
+class Phase(Enum):
+    """Where the sidecar is."""
+
+    IDLE = "idle"
+    STARTING = "starting"
+    SERVING = "serving"
+    EMPTYING = "emptying"  # the daemon is lost; its workers end
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+class Life(Enum):
+    """Where one child is. The daemon is starting, then ready; a worker may be taken after that."""
+
+    STARTING = "starting"
+    SPARE = "spare"  # ready; for the daemon too
+    TAKEN = "taken"
+
+
+@dataclass(slots=True)
+class Child:
+    """One living process."""
+
+    id: int
+    rank: int  # -1: the daemon
+    pid: int = 0
+    life: Life = Life.STARTING
+    engine: str = ""
+    kill_why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The bounds. Times are nanoseconds."""
+
+    tp_size: int
+    restarts: int = 5
+    window_ns: int = 30_000_000_000
+    term_ns: int = 2_000_000_000  # from stop to SIGTERM; workers drain for at most one second
+    kill_ns: int = 4_000_000_000  # from stop to SIGKILL
+    leave_ns: int = 9_000_000_000  # from stop to leaving an unkillable child behind
+    backoff_ns: int = 1_000_000_000  # wait for the next spare after a taken worker's hard death
+
+
+@dataclass(slots=True)
+class _Ending:
+    """How far an end of children has got."""
+
+    since: int
+    terminated: bool = False
+    killed: bool = False
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """The state machine. `new_id` gives random worker ids, never one twice."""
+
+    rules: Rules
+    new_id: Callable[[], int]
+    phase: Phase = Phase.IDLE
+    children: dict[int, Child] = field(default_factory=dict)
+    restarts: int = 0  # of the daemon
+    workers_died: int = 0  # workers that ended by a signal or an error
+    _served: bool = False  # the first ready line is out
+    _failures: deque[int] = field(default_factory=deque)
+    _ending: _Ending | None = None
+    _spare_at: dict[int, int] = field(default_factory=dict)  # rank -> when its next spare may start
+    _code: int = 0
+    _why: str = ""
+
+    # ---- the door ------------------------------------------------------------------------------------
+
+    def step(self, event: Event, now_ns: int) -> list[Action]:
+        """Take one event; what is to be done, in order."""
+        if self.phase is Phase.OVER:
+            return []
+        match event:
+            case Begin():
+                return self._begin()
+            case Spawned(child, pid):
+                self.children[child].pid = pid
+                return self._tell_workers()
+            case Ready(child):
+                return self._ready(child, now_ns)
+            case Taken(child, engine):
+                return self._taken(child, engine, now_ns)
+            case Exited(child, status):
+                return self._exited(child, status, now_ns)
+            case KillWanted(worker, why):
+                return self._kill_wanted(worker, why)
+            case Stop(why):
+                return self._stop(0, why, now_ns)
+            case TimePassed():
+                return self._time(now_ns)
+
+    def next_due_ns(self) -> int | None:
+        """When TimePassed has something to do."""
+        due = list(self._spare_at.values()) if self.phase in (Phase.STARTING, Phase.SERVING) else []
+        if self._ending:
+            e, r = self._ending, self.rules
+            bound = r.term_ns if not e.terminated else r.kill_ns if not e.killed else r.leave_ns
+            due.append(e.since + bound)
+        return min(due, default=None)
+
+    # ---- starting ------------------------------------------------------------------------------------
+
+    def _begin(self) -> list[Action]:
+        if self.phase is not Phase.IDLE:
+            return []
+        self.phase = Phase.STARTING
+        daemon = self._new_child(-1)
+        return [SpawnDaemon(daemon)]
+
+    def _ready(self, child: int, now_ns: int) -> list[Action]:
+        one = self.children.get(child)
+        if one is None or one.life is not Life.STARTING or self.phase not in (Phase.STARTING, Phase.SERVING):
+            return []
+        one.life = Life.SPARE
+        actions = self._spawn_spares(now_ns) if one.rank < 0 else []
+        actions += self._tell_workers()
+        if self.phase is Phase.STARTING and self._complete():
+            self.phase = Phase.SERVING
+            actions.append(TellReady(again=self._served))
+            self._served = True
+        return actions
+
+    def _complete(self) -> bool:
+        ready = {c.rank for c in self.children.values() if c.life is not Life.STARTING}
+        return ready >= set(range(-1, self.rules.tp_size))
+
+    def _taken(self, child: int, engine: str, now_ns: int) -> list[Action]:
+        one = self.children.get(child)
+        if one is None or one.rank < 0 or one.life is Life.TAKEN:
+            return []
+        one.life, one.engine = Life.TAKEN, engine
+        return self._spawn_spares(now_ns) + self._tell_workers()
+
+    def _spawn_spares(self, now_ns: int) -> list[Action]:
+        """Start a worker for each rank that has none on its way or ready."""
+        if self.phase not in (Phase.STARTING, Phase.SERVING) or self._daemon() is None:
+            return []
+        actions: list[Action] = []
+        covered = {c.rank for c in self.children.values() if c.life is not Life.TAKEN}
+        for rank in range(self.rules.tp_size):
+            if rank in covered or self._spare_at.get(rank, 0) > now_ns:
+                continue
+            self._spare_at.pop(rank, None)
+            actions.append(SpawnWorker(self._new_child(rank), rank))
+        return actions
+
+    # ---- deaths --------------------------------------------------------------------------------------
+
+    def _exited(self, child: int, status: int, now_ns: int) -> list[Action]:
+        one = self.children.pop(child, None)
+        if one is None:
+            return []
+        name = "daemon" if one.rank < 0 else f"rank {one.rank} worker {child:016x}"
+        if self.phase in (Phase.STOPPING, Phase.EMPTYING):
+            return self._ended(now_ns)
+        if one.rank >= 0 and status != 0:
+            self.workers_died += 1
+        if not self._served:
+            return [
+                *self._reaped(one),
+                *self._stop(1, f"{name} {_how(status)} before kvferry was ready; its own lines above say why", now_ns),
+            ]
+        if one.rank < 0:
+            return self._daemon_died(status, now_ns)
+        actions = self._reaped(one)
+        if one.life is Life.TAKEN:
+            if status != 0:
+                served = f", which served engine {one.engine!r}," if one.engine else ""
+                actions.append(
+                    Note(f"{name}{served} {_how(status, one.kill_why)}; the rank attaches again to the spare")
+                )
+                self._spare_at[one.rank] = now_ns + self.rules.backoff_ns
+        else:
+            actions.append(Note(f"{name}, a spare, {_how(status)}; starting another"))
+            if self._too_many(now_ns):
+                return actions + self._give_up(name, status, now_ns)
+        return actions + self._spawn_spares(now_ns) + self._tell_workers()
+
+    def _daemon_died(self, status: int, now_ns: int) -> list[Action]:
+        self.restarts += 1
+        if self._too_many(now_ns):
+            return self._give_up("daemon", status, now_ns)
+        self.phase = Phase.EMPTYING
+        self._spare_at.clear()
+        note = Note(f"daemon {_how(status)}; its workers end, then all start anew with an empty pool")
+        return [note, *self._end_all(now_ns)]
+
+    def _too_many(self, now_ns: int) -> bool:
+        self._failures.append(now_ns)
+        while self._failures[0] <= now_ns - self.rules.window_ns:
+            self._failures.popleft()
+        return len(self._failures) > self.rules.restarts
+
+    def _give_up(self, name: str, status: int, now_ns: int) -> list[Action]:
+        window = self.rules.window_ns // 1_000_000_000
+        why = f"giving up: {len(self._failures)} children died within {window} s, the last: {name} {_how(status)}"
+        return self._stop(1, why, now_ns)
+
+    def _kill_wanted(self, worker: int, why: str) -> list[Action]:
+        one = self.children.get(worker)
+        if one is None or one.rank < 0:
+            # Reaped before the wish came: the daemon waits for exactly this word.
+            return self._tell_daemon({"event": "reaped", "worker": worker})
+        if one.kill_why:
+            return []
+        one.kill_why = why or "the daemon wanted it"
+        return [Note(f"killing rank {one.rank} worker {worker:016x}: {one.kill_why}"), Kill(worker)]
+
+    # ---- ending --------------------------------------------------------------------------------------
+
+    def _stop(self, code: int, why: str, now_ns: int) -> list[Action]:
+        if self.phase is Phase.STOPPING:
+            return []
+        self._code, self._why = code, why
+        self.phase = Phase.STOPPING
+        return self._end_all(now_ns)
+
+    def _end_all(self, now_ns: int) -> list[Action]:
+        self._ending = _Ending(now_ns)
+        tell: list[Action] = [Tell(child, {"event": "stop"}) for child in self.children]
+        return tell + self._ended(now_ns)
+
+    def _ended(self, now_ns: int) -> list[Action]:
+        """Go on once nobody is left."""
+        if self.children:
+            return []
+        self._ending = None
+        if self.phase is Phase.EMPTYING:
+            self.phase = Phase.IDLE
+            return [FreshPool()]
+        self.phase = Phase.OVER
+        return [Finish(self._code, self._why)]
+
+    def _time(self, now_ns: int) -> list[Action]:
+        e, r = self._ending, self.rules
+        if e is None:
+            return self._spawn_spares(now_ns)
+        if not e.terminated and now_ns >= e.since + r.term_ns:
+            e.terminated = True
+            return [Terminate(child) for child in self.children]
+        if not e.killed and now_ns >= e.since + r.kill_ns:
+            e.killed = True
+            return [Kill(child) for child in self.children]
+        if e.killed and now_ns >= e.since + r.leave_ns:
+            left = ", ".join(str(child.pid) for child in self.children.values())
+            self.phase = Phase.OVER
+            return [Finish(1, f"left behind children that do not die (pids {left}); their pool file may stay in use")]
+        return []
+
+    # ---- words ---------------------------------------------------------------------------------------
+
+    def workers(self) -> list[Child]:
+        """All living workers."""
+        return [child for child in self.children.values() if child.rank >= 0]
+
+    def _reaped(self, one: Child) -> list[Action]:
+        return self._tell_daemon({"event": "reaped", "worker": one.id}) if one.rank >= 0 else []
+
+    def _tell_workers(self) -> list[Action]:
+        listed = [
+            {"worker": c.id, "rank": c.rank, "pid": c.pid, "state": c.life.value, "engine": c.engine}
+            for c in self.workers()
+        ]
+        return self._tell_daemon({"event": "workers", "workers": listed})
+
+    def _tell_daemon(self, message: dict[str, Any]) -> list[Action]:
+        daemon = self._daemon()
+        return [] if daemon is None else [Tell(daemon.id, message)]
+
+    def _daemon(self) -> Child | None:
+        return next((child for child in self.children.values() if child.rank < 0), None)
+
+    def _new_child(self, rank: int) -> int:
+        child = self.new_id()
+        self.children[child] = Child(child, rank)
+        return child
+
+
+def _how(status: int, why: str = "") -> str:
+    told = f" ({why})" if why else ""
+    return f"ended by signal {-status}{told}" if status < 0 else f"exited with code {status}{told}"

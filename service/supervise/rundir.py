@@ -1,0 +1,168 @@
+"""The run directory of one sidecar: made, locked, swept, filled with listeners, and left as it was found."""
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+
+from kvferry.net.paths import RunDir
+from kvferry.proto.errors import ConfigError
+from kvferry.units import format_bytes
+
+
+def make_private(run_dir: RunDir) -> bool:
+    """Make the directory with mode 0700 if it is missing; True if it was.
+
+    ConfigError naming it and the fix if it cannot be used, is another user's, or is open to others.
+    """
+    path = run_dir.path
+    created = not path.exists()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        probe = path / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            "run_dir.unusable",
+            f"cannot write in the run dir {path}: {error.strerror}",
+            "choose a directory that you may write: --run-dir DIR or KVFERRY_RUN_DIR",
+        ) from None
+    found = path.stat()
+    if found.st_uid != os.getuid():
+        raise ConfigError(
+            "run_dir.owner",
+            f"the run dir {path} belongs to user {found.st_uid}; this is user {os.getuid()}",
+            "choose a directory of your own: --run-dir DIR or KVFERRY_RUN_DIR",
+        )
+    if found.st_mode & 0o077:
+        # Whoever can enter could attach to our memory; the directory is ours, so closing it is the fix itself.
+        path.chmod(stat.S_IMODE(found.st_mode) & 0o700)
+    return created
+
+
+class Lock:
+    """`kvferry.lock`: held for the life of `kvferry up`. Line 1 is its pid, line 2 what it is doing."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        """ConfigError naming the holder if another sidecar serves this directory."""
+        self._path = run_dir.lock
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                holder = read_lock(run_dir)
+                raise ConfigError(
+                    "run_dir.locked",
+                    f"another kvferry (pid {holder[0] if holder else '?'}) serves {run_dir.path}",
+                    "use that one, end it with `kvferry down`, or choose another --run-dir",
+                ) from None
+            # The last holder may have removed the file between our open and our lock: then it is nobody's.
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(self._path).st_ino == os.fstat(fd).st_ino:  # noqa: PTH116
+                    break
+            os.close(fd)
+        self._fd = fd
+        self.say("starting")
+
+    def say(self, doing: str) -> None:
+        """Write what this sidecar is doing, for `kvferry status` before the daemon answers."""
+        text = f"{os.getpid()}\n{doing}\n".encode()
+        os.pwrite(self._fd, text, 0)
+        os.ftruncate(self._fd, len(text))
+
+    def release(self) -> None:
+        """Remove the file, then let it go."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+def read_lock(run_dir: RunDir) -> tuple[int, str] | None:
+    """(pid, what it is doing) of the sidecar that holds the lock; None if nobody does."""
+    try:
+        with run_dir.lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lines = file.read().splitlines()
+                return (int(lines[0]), lines[1]) if len(lines) >= 2 and lines[0].isdigit() else (0, "starting")
+    except OSError:
+        pass
+    return None
+
+
+def sweep(run_dir: RunDir, patience_s: float = 5.0) -> list[str]:
+    """Remove what a killed sidecar left under our own name; one line for each file in /dev/shm.
+
+    Called with the run dir's lock held. Children of a killed sidecar end within a second or two, and hold
+    their files until then: they are waited for, `patience_s` at most, then ConfigError names the file.
+    """
+    give_up = time.monotonic() + patience_s
+    lines = []
+    for path in own_shm_files(run_dir):
+        with path.open("rb") as file:
+            while not _free(file.fileno()):
+                if time.monotonic() > give_up:
+                    raise ConfigError(
+                        "pool.in_use",
+                        f"{path} is still held by a process of an earlier kvferry of {run_dir.path}",
+                        f"wait for it to end, or end it: `fuser {path}` names it",
+                    )
+                time.sleep(0.05)
+            lines.append(f"removed {path}, {format_bytes(path.stat().st_size)}, left by a kvferry that was killed")
+            path.unlink()
+    for path in [run_dir.daemon, run_dir.tether, *run_dir.path.glob("rank-*.sock")]:
+        path.unlink(missing_ok=True)
+    return lines
+
+
+def _free(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def own_shm_files(run_dir: RunDir) -> list[Path]:
+    """Pool and table files of this instance that exist."""
+    table = run_dir.table
+    return sorted(table.parent.glob(table.name.removesuffix("table") + "*"))
+
+
+def listen(path: Path) -> socket.socket:
+    """A private stream listener; non-blocking, because several spares accept from it."""
+    path.unlink(missing_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    old_umask = os.umask(0o177)
+    try:
+        sock.bind(str(path))
+    finally:
+        os.umask(old_umask)
+    sock.listen(128)
+    sock.setblocking(False)
+    return sock
+
+
+def remove_shm_files(run_dir: RunDir) -> None:
+    """Drop the pool and the table. Only when no process of ours maps them any more."""
+    for path in own_shm_files(run_dir):
+        path.unlink(missing_ok=True)
+
+
+def clean_up(run_dir: RunDir) -> None:
+    """Remove everything of this instance but the lock and the directory."""
+    for path in [run_dir.daemon, run_dir.tether, *run_dir.path.glob("rank-*.sock")]:
+        path.unlink(missing_ok=True)
+    remove_shm_files(run_dir)
+
+
+def remove_if_empty(run_dir: RunDir) -> None:
+    """Remove the directory, if nobody has put anything else into it."""
+    with contextlib.suppress(OSError):
+        run_dir.path.rmdir()

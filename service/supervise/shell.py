@@ -1,0 +1,292 @@
+"""`kvferry up`: the supervisor's shell. It carries out what `core.py` decides, and owns what no child owns:
+
+    the run dir and its lock · the pool files · the ranks' listeners · every child's reap
+
+One thread, one selector over control channels, pidfds and signals. All that can be wrong with the machine or
+the settings is found before anything is made; what is made is removed on every way out but SIGKILL, and
+the next start sweeps what that left.
+"""
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from kvferry.gpu_worker import pool
+from kvferry.logs import LEVEL_ENV
+from kvferry.net.paths import RunDir
+from kvferry.proto.limits import PAGE_BYTES
+from kvferry.settings import Settings
+from kvferry.supervise import memory, rundir
+from kvferry.supervise.api import (
+    Action,
+    Begin,
+    Event,
+    Exited,
+    Finish,
+    FreshPool,
+    Kill,
+    KillWanted,
+    Note,
+    Ready,
+    SpawnDaemon,
+    Spawned,
+    SpawnWorker,
+    Stop,
+    Taken,
+    Tell,
+    TellReady,
+    Terminate,
+    TimePassed,
+)
+from kvferry.supervise.children import Process
+from kvferry.supervise.core import Rules, Supervisor
+from kvferry.supervise.progress import Progress
+from kvferry.units import format_bytes
+
+log = logging.getLogger("kvferry.up")
+
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# (file, bytes for slots, instance, progress(done, total)): `kvferry.gpu_worker.pool.create`, or a stand-in
+MakePool = Callable[[Path, int, str, Callable[[int, int], None]], None]
+
+
+class Interrupted(Exception):  # noqa: N818 - no error
+    """A stop signal came while the pool was being made."""
+
+
+class Signals:
+    """Stop signals as a readable descriptor and a question."""
+
+    def __init__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        self.got: signal.Signals | None = None
+        self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+
+    def fileno(self) -> int:
+        return self._read.fileno()
+
+    def drain(self) -> None:
+        """Forget the wake-ups so far."""
+        try:
+            while self._read.recv(64):
+                pass
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        """Give the signals back to whoever had them."""
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._read.close()
+        self._write.close()
+
+    def _handle(self, number: int, _frame: object) -> None:
+        self.got = self.got or signal.Signals(number)
+
+
+class Sidecar:
+    """One `kvferry up`, from the checks to the last unlink."""
+
+    def __init__(self, settings: Settings, make_pool: MakePool = pool.create) -> None:
+        self._settings = settings
+        self._run_dir: RunDir = settings.directory()
+        self._make_pool = make_pool
+        self._core = Supervisor(Rules(tp_size=settings.tp_size), new_id=_random_id)
+        self._processes: dict[int, Process] = {}
+        self._listeners: list[socket.socket] = []
+        self._selector = selectors.DefaultSelector()
+        self._started = time.monotonic()
+        self._finish: Finish | None = None
+
+    def run(self) -> int:
+        """Serve until stopped; the exit code. ConfigError before anything was started if it cannot work."""
+        created = rundir.make_private(self._run_dir)
+        self._lock = rundir.Lock(self._run_dir)
+        self._signals = Signals()
+        try:
+            for line in rundir.sweep(self._run_dir):
+                log.info("%s", line)
+            memory.check(self._settings.rank_bytes * self._settings.tp_size, memory.read_machine())
+            self._make_pools()
+            self._listeners = [rundir.listen(self._run_dir.rank(r)) for r in range(self._settings.tp_size)]
+            self._selector.register(self._signals, selectors.EVENT_READ)
+            self._serve()
+        except Interrupted:
+            self._finish = Finish(0, "stopped while starting")
+        finally:
+            for process in self._processes.values():  # none, unless we fail ourselves
+                process.signal(signal.SIGKILL)
+            for listener in self._listeners:
+                listener.close()
+            self._selector.close()
+            self._signals.close()
+            rundir.clean_up(self._run_dir)
+            self._lock.release()
+            if created:
+                rundir.remove_if_empty(self._run_dir)
+        assert self._finish is not None
+        if self._finish.code:
+            print(f"kvferry: {self._finish.text}", file=sys.stderr)  # noqa: T201
+        else:
+            log.info("stopped: %s", self._finish.text)
+        return self._finish.code
+
+    # ---- the loop ------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        self._do(Begin())
+        while self._finish is None:
+            due = self._core.next_due_ns()
+            timeout = None if due is None else max(0.0, (due - time.monotonic_ns()) / 1e9)
+            if any(process.control.pending for process in self._processes.values()):
+                timeout = 0.02 if timeout is None else min(timeout, 0.02)
+            for key, _ in self._selector.select(timeout):
+                self._readable(key.data)
+            for process in self._processes.values():
+                process.control.flush()
+            due = self._core.next_due_ns()
+            if due is not None and due <= time.monotonic_ns():
+                self._do(TimePassed())
+
+    def _readable(self, data: tuple[str, int] | None) -> None:
+        if data is None:
+            self._signals.drain()
+            if self._signals.got:
+                self._do(Stop(f"on {self._signals.got.name}"))
+            return
+        what, child = data
+        process = self._processes.get(child)
+        if process is None:
+            return
+        self._hear(child, process)
+        if what == "end":
+            # The channel is read once more after the death: a last word counts before the reap is told.
+            self._selector.unregister(process.pidfd)
+            self._mute(process)
+            del self._processes[child]
+            self._do(Exited(child, process.reap()))
+
+    def _hear(self, child: int, process: Process) -> None:
+        for said in process.control.receive():
+            match said.get("event"):
+                case "ready":
+                    self._do(Ready(child))
+                case "taken":
+                    self._do(Taken(child, str(said.get("engine", ""))))
+                case "kill":
+                    self._do(KillWanted(int(said["worker"]), str(said.get("why", ""))))
+                case other:
+                    log.warning("child %x said %r, which this supervisor does not know", child, other)
+        if process.control.ended:
+            self._mute(process)  # its death comes by the pidfd
+
+    def _mute(self, process: Process) -> None:
+        if not process.muted:
+            process.muted = True
+            self._selector.unregister(process.control)
+
+    # ---- what the core decided -----------------------------------------------------------------------
+
+    def _do(self, event: Event) -> None:
+        for action in self._core.step(event, time.monotonic_ns()):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case SpawnDaemon(child):
+                self._spawn(child, "kvferry.scheduler_daemon", self._daemon_arguments(), ())
+            case SpawnWorker(child, rank):
+                fd = self._listeners[rank].fileno()
+                self._spawn(child, "kvferry.gpu_worker", self._worker_arguments(child, rank, fd), (fd,))
+            case Tell(child, message):
+                if child in self._processes:
+                    self._processes[child].tell(message)
+            case Terminate(child):
+                self._processes[child].signal(signal.SIGTERM)
+            case Kill(child):
+                self._processes[child].signal(signal.SIGKILL)
+            case FreshPool():
+                rundir.remove_shm_files(self._run_dir)
+                self._make_pools()
+                self._do(Begin())
+            case TellReady(again):
+                self._tell_ready(again)
+            case Note(text):
+                log.warning("%s", text)
+            case Finish():
+                self._finish = action
+
+    def _spawn(self, child: int, module: str, arguments: list[str], fds: tuple[int, ...]) -> None:
+        process = Process(module, arguments, fds, {LEVEL_ENV: self._settings.log_level})
+        self._processes[child] = process
+        self._selector.register(process.control, selectors.EVENT_READ, ("said", child))
+        self._selector.register(process.pidfd, selectors.EVENT_READ, ("end", child))
+        self._do(Spawned(child, process.pid))
+
+    def _daemon_arguments(self) -> list[str]:
+        s = self._settings
+        flags: dict[str, Any] = {
+            "run-dir": self._run_dir.path,
+            "tp-size": s.tp_size,
+            "lease-s": s.lease,
+            "lease-share": s.lease_share,
+            "job-s": s.job_deadline,
+            "grace-s": s.kill_grace,
+            "in-flight-bytes": s.in_flight,
+        }
+        return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+
+    def _worker_arguments(self, child: int, rank: int, listen_fd: int) -> list[str]:
+        flags: dict[str, Any] = {
+            "run-dir": self._run_dir.path,
+            "rank": rank,
+            "worker": child,
+            "listen-fd": listen_fd,
+            "device": self._settings.device,
+        }
+        return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+
+    def _make_pools(self) -> None:
+        s = self._settings
+        progress = Progress("reserving the pool", s.rank_bytes * s.tp_size)
+        try:
+            for rank in range(s.tp_size):
+                before = rank * s.rank_bytes
+
+                def reach(done: int, _total: int, before: int = before) -> None:
+                    progress.reach(before + done)
+                    self._lock.say(f"starting: pool {progress.text}")
+                    if self._signals.got:
+                        raise Interrupted
+
+                # The file has a header page of its own: with it, it is exactly the rank's share.
+                slots_bytes = s.rank_bytes - PAGE_BYTES
+                self._make_pool(self._run_dir.pool(rank), slots_bytes, self._run_dir.instance, reach)
+        finally:
+            progress.close()
+
+    def _tell_ready(self, again: bool) -> None:
+        s = self._settings
+        self._lock.say("serving")
+        took = "again, with an empty pool" if again else f"in {time.monotonic() - self._started:.1f} s"
+        ranks = "1 rank" if s.tp_size == 1 else f"{s.tp_size} ranks"
+        print(  # noqa: T201
+            f"kvferry ready: run dir {self._run_dir.path}, {ranks} x {format_bytes(s.rank_bytes)}"
+            f" = {format_bytes(s.rank_bytes * s.tp_size)}, device {s.device}, {took}",
+            flush=True,
+        )
+
+
+def _random_id() -> int:
+    return int.from_bytes(os.urandom(8), "little") | 1
