@@ -92,20 +92,24 @@ class PageReader:
         return int(self._words[MARK])
 
     def revoked(self, tickets: Iterable[int]) -> set[int]:
-        """Those of `tickets` that are revoked by now; after an overrun also all up to the floor."""
+        """Those of `tickets` that are revoked by now; after an overrun also all up to the floor.
+
+        Ticket 0, which no store has, comes back from the call that met an overrun and from no other.
+        """
         count = int(self._words[REVOKE_COUNT])
         for at in range(max(self._seen, count - REVOKE_SLOTS), count):
             self._revoked.add(int(self._words[REVOKE_RING + at % REVOKE_SLOTS]))
         # Looked at after the ring: the writer may have overrun it while it was read, and what it drove
         # out then is below the floor of now.
-        floor = int(self._words[REVOKE_FLOOR])
+        floor, overrun = int(self._words[REVOKE_FLOOR]), False
         if int(self._words[REVOKE_COUNT]) - self._seen > REVOKE_SLOTS:
             self.overflows += 1
+            overrun = True
             self._floor = max(self._floor, floor)
         self._seen = count
         if len(self._revoked) > REMEMBERED:
             self._raise_floor()
-        return {ticket for ticket in tickets if ticket <= self._floor or ticket in self._revoked}
+        return {t for t in tickets if (t <= self._floor if t else overrun) or t in self._revoked}
 
     def forget(self, tickets: Iterable[int]) -> None:
         """Drop the memory of tickets that have been reported."""

@@ -81,6 +81,15 @@ def test_an_overrun_is_counted_once_and_later_revokes_are_read_as_ever() -> None
     assert reader.overflows == 1
 
 
+def test_ticket_0_comes_back_from_the_call_that_met_an_overrun_and_from_no_other() -> None:
+    writer, reader = pair()
+    writer.revoke([1])
+    assert reader.revoked([0, 1]) == {1}
+    writer.revoke(range(2, 1000))
+    assert reader.revoked([0, 2]) == {0, 2}
+    assert reader.revoked([0, 3]) == {3}
+
+
 def test_a_reader_that_comes_late_starts_at_the_present() -> None:
     memory = memoryview(bytearray(PAGE_BYTES))
     writer = PageWriter(memory)
