@@ -64,6 +64,10 @@ class StepBatch:
     def add_store(self, job: Job) -> None:
         self.stores[job.ticket] = job
         self.key_bytes += len(job.keys)
+        # Said before this store, a write of these blocks is what the store reads: it must not meet it. The
+        # stores that such a write does meet are named in `revoked` already.
+        for block in job.blocks:
+            self.written.pop(block, None)
 
     def add_load(self, job: Job) -> None:
         self.loads[job.ticket] = job
