@@ -1,0 +1,125 @@
+"""Where a setting comes from, and what is said when it cannot be."""
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.main import main
+from kvferry.proto.errors import ConfigError
+from kvferry.settings import Settings, load, unknown_environment
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No settings of whoever runs the tests."""
+    for name in Settings.model_fields:
+        monkeypatch.delenv("KVFERRY_" + name.upper(), raising=False)
+    monkeypatch.delenv("KVFERRY_CONFIG", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_flag_wins_over_the_environment_which_wins_over_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = write(tmp_path / "k.toml", 'tp_size = 2\nlease = "20s"\nhost_memory = "1GiB"\n')
+    monkeypatch.setenv("KVFERRY_TP_SIZE", "4")
+    monkeypatch.setenv("KVFERRY_LEASE", "30s")
+    settings = load({"tp_size": "8"}, config)
+    assert (settings.tp_size, settings.lease, settings.host_memory) == (8, 30.0, 1 << 30)
+    assert settings.kill_grace == 5.0
+
+
+def test_the_file_is_the_named_one_else_that_of_the_environment_else_that_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write(tmp_path / "kvferry.toml", "tp_size = 2\n")
+    assert load({}).tp_size == 2
+    monkeypatch.setenv("KVFERRY_CONFIG", write(tmp_path / "env.toml", "tp_size = 3\n"))
+    assert load({}).tp_size == 3
+    assert load({}, write(tmp_path / "named.toml", "tp_size = 4\n")).tp_size == 4
+
+
+def test_an_empty_variable_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_TP_SIZE", "")
+    assert load({}).tp_size == 1
+
+
+@pytest.mark.parametrize(
+    ("toml", "code", "words"),
+    [
+        ("tp_sise = 2\n", "settings.unknown", ["tp_sise", "did you mean tp_size"]),
+        ("tp_size = 0\n", "settings.tp_size", ["tp_size in", "greater than or equal to 1", "0"]),
+        ("tp_size = 65\n", "settings.tp_size", ["64", "65"]),
+        ('host_memory = "0"\n', "settings.host_memory", ["greater than 0", "0"]),
+        ("host_memory = -5\n", "settings.host_memory", ["greater than 0", "-5"]),
+        ('host_memory = "8G"\n', "settings.host_memory", ["8GiB", "8GB"]),
+        ('host_memory = "8KiB"\n', "settings.host_memory", ["8.0 KiB", "12.0 KiB"]),
+        ('host_memory = "1MiB"\ntp_size = 64\nlease_share = 0\n', "settings.lease_share", ["greater than 0"]),
+        ('device = "tpu"\n', "settings.device", ["'cpu'", "'tpu'"]),
+        ('lease = "soon"\n', "settings.lease", ["500ms"]),
+        ("tp_size = \n", "settings.file", ["not TOML"]),
+        ("[cache]\ntp_size = 2\n", "settings.unknown", ["cache"]),
+    ],
+)
+def test_an_impossible_file_is_refused_by_name_with_both_values(
+    tmp_path: Path, toml: str, code: str, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load({}, write(tmp_path / "k.toml", toml))
+    assert error.value.code == code
+    assert error.value.fix
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_missing_file_is_refused_when_it_was_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read /nowhere/k\.toml"):
+        load({}, "/nowhere/k.toml")
+
+
+def test_the_refusal_says_which_source_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--tp-size"):
+        load({"tp_size": "none"})
+    monkeypatch.setenv("KVFERRY_TP_SIZE", "none")
+    with pytest.raises(ConfigError, match="KVFERRY_TP_SIZE"):
+        load({})
+
+
+def test_host_memory_is_the_total_and_shares_are_whole_pages() -> None:
+    """Case 104: sizes are totals; per-rank sizes follow from them."""
+    settings = load({"host_memory": "1GiB", "tp_size": "3"})
+    assert settings.rank_bytes % 4096 == 0
+    assert (1 << 30) - 3 * 4096 < settings.rank_bytes * 3 <= 1 << 30
+
+
+def test_a_variable_that_names_nothing_is_told_with_the_nearest_name() -> None:
+    strange = unknown_environment({"KVFERRY_HOST_MEMROY": "1", "KVFERRY_TP_SIZE": "1", "KVFERRY_CONFIG": "x", "A": ""})
+    assert strange == ["KVFERRY_HOST_MEMROY; did you mean KVFERRY_HOST_MEMORY?"]
+
+
+def test_a_bad_setting_is_two_lines_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--host-memory", "8G"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert said[0].startswith("settings.host_memory: --host-memory: '8G' is no size")
+    assert said[1].startswith("  fix: ")
+
+
+def test_help_shows_every_setting_with_its_default_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["up", "--help"])
+    assert done.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name in Settings.model_fields:
+        assert "--" + name.replace("_", "-") in text
+        assert f"[KVFERRY_{name.upper()}]" in text
+    assert "(default 4GiB)" in text
+
+
+def test_a_run_dir_too_long_for_a_socket_is_refused_with_both_lengths() -> None:
+    with pytest.raises(ConfigError, match="107"):
+        load({"run_dir": "/tmp/" + "x" * 120}).directory()

@@ -1,0 +1,309 @@
+"""The supervisor's table, walked: who is started, told, killed and given up."""
+
+import itertools
+from collections.abc import Callable
+
+from kvferry.supervise.api import (
+    Action,
+    Begin,
+    Event,
+    Exited,
+    Finish,
+    FreshPool,
+    Kill,
+    KillWanted,
+    Note,
+    Ready,
+    SpawnDaemon,
+    Spawned,
+    SpawnWorker,
+    Stop,
+    Taken,
+    Tell,
+    TellReady,
+    Terminate,
+    TimePassed,
+)
+from kvferry.supervise.core import Phase, Rules, Supervisor
+
+S = 1_000_000_000
+
+
+class Drill:
+    """A supervisor with its children as names, and a clock that is moved by hand."""
+
+    def __init__(self, tp_size: int = 2) -> None:
+        numbers = itertools.count(1)
+        self.core = Supervisor(Rules(tp_size=tp_size), new_id=lambda: next(numbers))
+        self.now = 100 * S
+        self.daemon = 0
+        self.spares: dict[int, int] = {}
+        self.last: list[Action] = []
+
+    def do(self, event: Event) -> list[Action]:
+        """One event; spawns are answered with a pid, as the shell does."""
+        self.last = self.core.step(event, self.now)
+        for action in list(self.last):
+            if isinstance(action, SpawnDaemon):
+                self.daemon = action.child
+            elif isinstance(action, SpawnWorker):
+                self.spares[action.rank] = action.child
+            if isinstance(action, SpawnDaemon | SpawnWorker):
+                self.core.step(Spawned(action.child, 1000 + action.child), self.now)
+        return self.last
+
+    def serve(self) -> "Drill":
+        """Up to the ready line."""
+        self.do(Begin())
+        self.do(Ready(self.daemon))
+        for child in self.spares.values():
+            self.do(Ready(child))
+        assert self.core.phase is Phase.SERVING
+        return self
+
+    def of(self, kind: type[Action]) -> list[Action]:
+        return [action for action in self.last if isinstance(action, kind)]
+
+    def told(self, what: str) -> list[dict[str, object]]:
+        return [a.message for a in self.last if isinstance(a, Tell) and a.message["event"] == what]
+
+    def end_all(self) -> None:
+        for child in list(self.core.children):
+            self.do(Exited(child, 0))
+
+
+def test_the_daemon_is_started_first_and_one_spare_a_rank_after_it_is_ready() -> None:
+    drill = Drill(tp_size=3)
+    assert drill.do(Begin()) == [SpawnDaemon(drill.daemon)]
+    drill.do(Ready(drill.daemon))
+    assert sorted(a.rank for a in drill.last if isinstance(a, SpawnWorker)) == [0, 1, 2]
+
+
+def test_ready_is_said_once_when_the_last_spare_is_ready() -> None:
+    drill = Drill()
+    drill.do(Begin())
+    drill.do(Ready(drill.daemon))
+    drill.do(Ready(drill.spares[0]))
+    assert not drill.of(TellReady)
+    drill.do(Ready(drill.spares[1]))
+    assert drill.of(TellReady) == [TellReady(again=False)]
+    drill.do(Ready(drill.spares[1]))
+    assert not drill.last
+
+
+def test_a_taken_spare_is_replaced_at_once_and_the_daemon_hears_who_serves() -> None:
+    drill = Drill().serve()
+    taken = drill.spares[0]
+    drill.do(Taken(taken, "engine-a"))
+    assert [a.rank for a in drill.of(SpawnWorker)] == [0]
+    [listed] = drill.told("workers")
+    states = {w["worker"]: (w["state"], w["engine"]) for w in listed["workers"]}
+    assert states[taken] == ("taken", "engine-a")
+    assert states[drill.spares[0]][0] == "starting"
+
+
+def test_a_worker_whose_rank_left_is_reaped_and_told_and_nothing_else_happens() -> None:
+    drill = Drill().serve()
+    taken = drill.spares[1]
+    drill.do(Taken(taken, "a"))
+    drill.do(Ready(drill.spares[1]))
+    drill.do(Exited(taken, 0))
+    assert drill.told("reaped") == [{"event": "reaped", "worker": taken}]
+    assert not drill.of(SpawnWorker)
+    assert not drill.of(Note)
+    assert drill.core.phase is Phase.SERVING
+
+
+def test_a_taken_workers_death_is_told_after_the_reap_and_never_gives_up() -> None:
+    """One engine whose ranks kill workers for ever must not end the sidecar of its neighbours."""
+    drill = Drill().serve()
+    for _ in range(50):
+        taken = drill.spares[0]
+        drill.do(Taken(taken, "bad"))
+        drill.now += 2 * S
+        drill.do(TimePassed())
+        drill.do(Ready(drill.spares[0]))
+        drill.do(Exited(taken, -9))
+        assert drill.told("reaped")
+        assert drill.core.phase is Phase.SERVING
+    assert drill.core.workers_died == 50
+
+
+def test_after_a_hard_death_the_next_spare_of_that_rank_waits_a_little() -> None:
+    drill = Drill(tp_size=1).serve()
+    first = drill.spares[0]
+    drill.do(Taken(first, "a"))
+    second = drill.spares[0]
+    drill.do(Ready(second))
+    drill.do(Exited(first, -11))
+    drill.do(Taken(second, "a"))
+    assert not drill.of(SpawnWorker)
+    due = drill.core.next_due_ns()
+    assert due is not None
+    drill.now = due
+    drill.do(TimePassed())
+    assert [a.rank for a in drill.of(SpawnWorker)] == [0]
+    assert drill.core.next_due_ns() is None
+
+
+def test_a_dead_spare_is_replaced() -> None:
+    drill = Drill().serve()
+    drill.do(Exited(drill.spares[0], -9))
+    assert [a.rank for a in drill.of(SpawnWorker)] == [0]
+    assert drill.told("reaped")
+
+
+def test_a_child_that_dies_before_the_first_ready_ends_the_start_with_its_name() -> None:
+    for tp_size, victim in ((1, "daemon"), (1, "rank 0")):
+        drill = Drill(tp_size)
+        drill.do(Begin())
+        if victim != "daemon":
+            drill.do(Ready(drill.daemon))
+        drill.do(Exited(drill.daemon if victim == "daemon" else drill.spares[0], 1))
+        drill.end_all()
+        [finish] = drill.of(Finish)
+        assert isinstance(finish, Finish)
+        assert finish.code == 1
+        assert finish.text.startswith(victim)
+        assert "exited with code 1 before kvferry was ready" in finish.text
+
+
+def test_a_dead_daemon_ends_its_workers_then_the_pool_is_made_anew_and_all_start_again() -> None:
+    drill = Drill().serve()
+    drill.do(Taken(drill.spares[0], "a"))
+    drill.do(Ready(drill.spares[0]))
+    drill.do(Exited(drill.daemon, -9))
+    assert len(drill.told("stop")) == 3
+    assert not drill.of(FreshPool), "a worker that still lives may write into the pool"
+    drill.end_all()
+    assert drill.last == [FreshPool()]
+    drill.spares.clear()
+    drill.do(Begin())
+    drill.do(Ready(drill.daemon))
+    for child in list(drill.spares.values()):
+        drill.do(Ready(child))
+    assert drill.of(TellReady) == [TellReady(again=True)]
+    assert drill.core.restarts == 1
+
+
+def restart(drill: Drill) -> None:
+    drill.do(Exited(drill.daemon, -9))
+    drill.end_all()
+    if drill.core.phase is Phase.IDLE:
+        drill.spares.clear()
+        drill.serve()
+
+
+def test_five_deaths_within_thirty_seconds_are_survived_and_the_sixth_gives_up_in_one_line() -> None:
+    drill = Drill().serve()
+    for _ in range(5):
+        drill.now += S
+        restart(drill)
+        assert drill.core.phase is Phase.SERVING
+    drill.now += S
+    restart(drill)
+    [finish] = drill.of(Finish)
+    assert finish == Finish(1, "giving up: 6 children died within 30 s, the last: daemon ended by signal 9")
+
+
+def test_deaths_that_are_far_apart_are_survived_for_ever() -> None:
+    drill = Drill().serve()
+    for _ in range(40):
+        drill.now += 7 * S
+        restart(drill)
+        assert drill.core.phase is Phase.SERVING
+
+
+def test_spares_that_die_over_and_over_give_up() -> None:
+    drill = Drill(tp_size=1).serve()
+    for _ in range(6):
+        drill.do(Exited(drill.spares[0], 1))
+    assert drill.core.phase is Phase.STOPPING
+    drill.end_all()
+    assert [a.code for a in drill.last if isinstance(a, Finish)] == [1]
+
+
+def test_stop_tells_all_then_terminates_then_kills_then_leaves() -> None:
+    drill = Drill(tp_size=1).serve()
+    children = set(drill.core.children)
+    drill.do(Stop("on SIGTERM"))
+    assert {a.child for a in drill.last if isinstance(a, Tell)} == children
+    seen: list[type[Action]] = []
+    while drill.core.phase is not Phase.OVER:
+        due = drill.core.next_due_ns()
+        assert due is not None
+        assert due > drill.now
+        drill.now = due
+        drill.do(TimePassed())
+        seen.append(type(drill.last[0]))
+    assert seen == [Terminate, Kill, Finish]
+    assert drill.now <= 110 * S
+    [finish] = drill.of(Finish)
+    assert isinstance(finish, Finish)
+    assert all(str(1000 + child) in finish.text for child in children)
+
+
+def test_stop_is_over_as_soon_as_all_are_reaped() -> None:
+    drill = Drill().serve()
+    drill.do(Stop("on SIGINT"))
+    drill.do(Stop("on SIGINT"))
+    assert not drill.last
+    drill.end_all()
+    assert drill.last == [Finish(0, "on SIGINT")]
+    assert drill.do(Begin()) == []
+
+
+def test_stop_while_starting_or_emptying_ends_all_the_same() -> None:
+    steps: list[Callable[[Drill], object]] = [
+        lambda d: d.do(Begin()),
+        lambda d: (d.do(Begin()), d.do(Ready(d.daemon))),
+        lambda d: (d.serve(), d.do(Exited(d.daemon, -9))),
+    ]
+    for bring in steps:
+        drill = Drill()
+        bring(drill)
+        drill.do(Stop("on SIGTERM"))
+        assert not drill.of(SpawnWorker)
+        drill.end_all()
+        assert drill.core.phase is Phase.OVER
+        assert not drill.core.children
+
+
+def test_stop_with_nobody_started_is_over_at_once() -> None:
+    assert Drill().do(Stop("on SIGINT")) == [Finish(0, "on SIGINT")]
+
+
+def test_the_daemons_wish_to_kill_is_carried_out_once_and_answered_by_the_reap() -> None:
+    drill = Drill().serve()
+    worker = drill.spares[0]
+    drill.do(Taken(worker, "a"))
+    drill.do(KillWanted(worker, "owes a word since 5 s"))
+    assert drill.of(Kill) == [Kill(worker)]
+    drill.do(KillWanted(worker, "again"))
+    assert not drill.last
+    drill.do(Exited(worker, -9))
+    assert drill.told("reaped") == [{"event": "reaped", "worker": worker}]
+    [note] = drill.of(Note)
+    assert isinstance(note, Note)
+    assert "owes a word" in note.text
+
+
+def test_a_wish_to_kill_one_already_reaped_is_answered_at_once() -> None:
+    drill = Drill().serve()
+    drill.do(KillWanted(777, "late"))
+    assert not drill.of(Kill)
+    assert drill.told("reaped") == [{"event": "reaped", "worker": 777}]
+
+
+def test_the_daemon_itself_is_never_killed_on_its_own_wish() -> None:
+    drill = Drill().serve()
+    drill.do(KillWanted(drill.daemon, "odd"))
+    assert not drill.of(Kill)
+
+
+def test_words_of_unknown_children_change_nothing() -> None:
+    drill = Drill().serve()
+    before = dict(drill.core.children)
+    for event in (Ready(99), Taken(99, "x"), Exited(99, 0)):
+        assert drill.do(event) == []
+    assert drill.core.children == before
