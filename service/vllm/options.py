@@ -1,0 +1,78 @@
+"""The connector's settings (`kv_connector_extra_config`), and what makes it stay off. Pure.
+
+    kvferry.run_dir   where the sidecar is; by default where a local one looks too
+    kvferry.salt      text that keeps this engine's blocks apart from others'
+    kvferry.store     "all" (default) or "prompt": whether generated tokens' blocks are stored too
+    kvferry.trace     file that gets one JSON line for each load: where its time went
+
+A model or a setup that cannot be served yet runs with caching off; the reason is one line for the log.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+STORES: Final = ("all", "prompt")
+NAMES: Final = ("run_dir", "salt", "store", "trace")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user chose; `complaints` are lines for the log about what could not be used."""
+
+    run_dir: str | None = None
+    salt: bytes = b""
+    store: str = "all"
+    trace: str | None = None
+    complaints: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any] | None) -> "Options":
+        """Options from `kv_connector_extra_config`; what is wrong in it is complained of and left out."""
+        given = {k.removeprefix("kvferry."): v for k, v in (extra or {}).items() if str(k).startswith("kvferry.")}
+        complaints = [
+            f"unknown setting kvferry.{name}; known are {', '.join('kvferry.' + known for known in NAMES)}"
+            for name in given
+            if name not in NAMES
+        ]
+        store = str(given.get("store", "all"))
+        if store not in STORES:
+            complaints.append(f"kvferry.store is {store!r}; it may be {' or '.join(map(repr, STORES))}: taking 'all'")
+            store = "all"
+        return cls(
+            run_dir=str(given["run_dir"]) if given.get("run_dir") else None,
+            salt=str(given.get("salt", "")).encode(),
+            store=store,
+            trace=str(given["trace"]) if given.get("trace") else None,
+            complaints=tuple(complaints),
+        )
+
+
+def why_off(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why caching must stay off for this engine, in one line; None if it can be served.
+
+    Both halves of an engine come to the same answer: nothing here depends on a rank.
+    """
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    if transfer.kv_role != "kv_both":
+        return f"kv_role is {transfer.kv_role!r}: kvferry stores and loads; start the engine with kv_role='kv_both'"
+    if kv_cache_config is None:
+        return "the engine told no kv_cache_config"
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"the model has {len(groups)} KV cache groups; only models with one are served yet"
+    spec = groups[0].kv_cache_spec
+    kinds = {type(one).__name__ for one in getattr(spec, "kv_cache_specs", {0: spec}).values()}
+    if not kinds <= {"FullAttentionSpec", "MLAAttentionSpec"}:
+        return f"the model's KV cache is {', '.join(sorted(kinds))}; only full attention and MLA are served yet"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            return f"{name} is {getattr(parallel, name)}; only 1 is served yet"
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and device_of(vllm_config) != "cpu":
+        return "sleep mode unmaps the KV cache, which no connector is told of; start the engine without it"
+    return None
+
+
+def device_of(vllm_config: Any) -> str:
+    """Type of the device that the engine computes on."""
+    return str(getattr(vllm_config.device_config, "device_type", "cpu"))

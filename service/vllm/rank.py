@@ -1,0 +1,130 @@
+"""The rank half: carries a step's orders to `kvferry.RankClient` and its words to vLLM. Imports no vLLM.
+
+    revoke ──▶ begin_loads ──▶ (forward) ──▶ begin_stores ──▶ finished, failed_blocks
+
+Each load of each step is reported as finished exactly once, whatever happens: a second time would end the
+engine, none would leave its request waiting for ever. Nothing here waits.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvferry.client.types import Directive, RankReport
+from kvferry.vllm.work import LoadTimes, RankWords, StepWork
+
+# After a failure of our own the rank client still owes its words; one that gives none for this long is
+# closed (its worker leaves within a second), and what is left is failed.
+LAST_WORD_NS: Final = 10_000_000_000
+
+
+class RankClientLike(Protocol):
+    """What is used of `kvferry.RankClient`."""
+
+    def revoke(self, directive: Directive) -> None: ...
+    def begin_loads(self, directive: Directive) -> None: ...
+    def begin_stores(self, directive: Directive) -> None: ...
+    def poll(self) -> RankReport: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    name: str
+    blocks: tuple[int, ...]
+    since_ns: int
+
+
+class RankHalf:
+    """See the module's text. Without a client every load fails at once."""
+
+    def __init__(self, client: RankClientLike | None, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._client = client
+        self._now_ns = now_ns
+        self._loading: dict[int, _Loading] = {}
+        self._finished: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._times: dict[str, LoadTimes] = {}
+        self._broken_ns: int | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no load's word is due."""
+        return not (self._loading or self._finished)
+
+    def revoke(self, work: StepWork) -> None:
+        """Before anything of this step is launched."""
+        if self._client is not None and work.directive:
+            self._client.revoke(work.directive)
+
+    def begin_loads(self, work: StepWork) -> None:
+        """Before the forward, after fresh blocks were zeroed."""
+        for name, blocks in work.failed.items():
+            self._fail(name, blocks)
+        now = self._now_ns()
+        for ticket, blocks in (*work.directive.loads, *work.directive.failed_loads):
+            self._loading[ticket] = _Loading(work.names[ticket], blocks, now)
+        if not work.directive:
+            return
+        if self._client is None:
+            self._fail_all()
+        else:
+            self._client.begin_loads(work.directive)
+
+    def begin_stores(self, work: StepWork) -> None:
+        """After the forward was launched."""
+        if self._client is not None and work.directive:
+            self._client.begin_stores(work.directive)
+
+    def finished(self) -> set[str]:
+        """Requests whose load is over at this rank, each once. Its invalid blocks are in `failed_blocks` now."""
+        if self._client is not None and self._loading:
+            self._hear(self._client.poll())
+            if self._broken_ns is not None and self._now_ns() > self._broken_ns + LAST_WORD_NS:
+                self._client.close()
+                self._fail_all()
+        elif self._client is not None:
+            self._client.poll()  # words on stores; nobody waits for them
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def failed_blocks(self) -> set[int]:
+        """Blocks that a load could not fill, of the requests that the last `finished` named."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def words(self) -> RankWords | None:
+        """How long the loads took that ended since the last call."""
+        times, self._times = self._times, {}
+        return RankWords(times) if times else None
+
+    def switch_off(self) -> None:
+        """Something went wrong in here. Loads that run keep their words; they get a last deadline."""
+        if self._broken_ns is None:
+            self._broken_ns = self._now_ns()
+
+    def close(self) -> None:
+        """The engine ends."""
+        if self._client is not None:
+            self._client.close()
+
+    def _hear(self, report: RankReport) -> None:
+        now = self._now_ns()
+        for end in report.loads:
+            loading = self._loading.pop(end.ticket, None)
+            if loading is None:
+                continue
+            if not end.ok:
+                self._failed_blocks.update(end.failed_blocks or loading.blocks)
+            self._finished.add(loading.name)
+            self._times[loading.name] = LoadTimes(end.wait_us, end.copy_us, (now - loading.since_ns) // 1000)
+
+    def _fail(self, name: str, blocks: tuple[int, ...]) -> None:
+        self._finished.add(name)
+        self._failed_blocks.update(blocks)
+
+    def _fail_all(self) -> None:
+        for loading in self._loading.values():
+            self._fail(loading.name, loading.blocks)
+        self._loading.clear()

@@ -1,0 +1,49 @@
+"""What one engine step carries from the scheduler half to the rank halves, and back: plain values."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvferry.client.types import Directive
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """One step's orders for the ranks.
+
+    `names` says whose each load of the directive is. `failed` are loads that no ticket stands for, because
+    making one went wrong: the ranks report them received and their blocks invalid.
+    """
+
+    directive: Directive
+    names: dict[int, str] = field(default_factory=dict)  # load ticket -> the engine's request id
+    failed: dict[str, tuple[int, ...]] = field(default_factory=dict)  # request id -> blocks
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """Where a load's time went at the ranks, the slowest rank for each part. Microseconds."""
+
+    wait_us: int = 0  # begin to first byte
+    copy_us: int = 0  # first to last byte
+    seen_us: int = 0  # the rank got its orders until it saw the end
+
+
+@dataclass(frozen=True, slots=True)
+class RankWords:
+    """What a rank adds to a step's output: how long its ended loads took."""
+
+    times: dict[str, LoadTimes] = field(default_factory=dict)
+
+    def aggregate(self, other: "RankWords") -> "RankWords":
+        """The words of two ranks as one."""
+        return RankWords(_slowest((*self.times.items(), *other.times.items())))
+
+
+def _slowest(items: Iterable[tuple[str, LoadTimes]]) -> dict[str, LoadTimes]:
+    slowest: dict[str, LoadTimes] = {}
+    for name, one in items:
+        two = slowest.get(name, LoadTimes())
+        slowest[name] = LoadTimes(
+            max(one.wait_us, two.wait_us), max(one.copy_us, two.copy_us), max(one.seen_us, two.seen_us)
+        )
+    return slowest
