@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from reference_engine import Completion, Engine, EngineConfig, EngineDeadError, KvferryConfig
 from sidecar import Sidecar, SidecarError
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 @dataclass(frozen=True, slots=True)
 class Story:
@@ -109,6 +111,7 @@ def tell_the_story(story: Story, config: EngineConfig, host_memory: str) -> int:
     ferried, talks = Act(), begin(story, config.model.vocab)
     sidecar = Sidecar(config.tp, host_memory)
     try:
+        say(f"    {sidecar.lines[-1]}")
         with attached(config, sidecar, "demo-1") as engine:
             play(engine, story, talks, range(1, last), ferried)
         say("\n[3/3] the engine is stopped and started anew; kvferry stayed")
@@ -185,7 +188,15 @@ def verdict(alone: Act, ferried: Act, last: int, left: list[str]) -> int:
     return 0
 
 
+def stop(*_: object) -> None:
+    """Ctrl-C, a plain `kill`, a closed terminal: once is enough, and cleaning up is not to be interrupted."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def main() -> int:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two short conversations of two turns each")
     parser.add_argument("--host-memory", default="512MiB", help="host memory of the sidecar (default: %(default)s)")
@@ -193,9 +204,8 @@ def main() -> int:
     story, config = Story(), EngineConfig(num_blocks=288)
     if options.quick:
         story, config = Story(conversations=2, turns=2, system=64, document=200), EngineConfig(num_blocks=28)
-    # A plain `kill` ends the demo as cleanly as Ctrl-C does.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
     try:
         return tell_the_story(story, config, options.host_memory)
     except KeyboardInterrupt:

@@ -30,11 +30,16 @@ class Sidecar:
         self.pools = [RunDir.at(self.run_dir).pool(rank) for rank in range(tp)]
         self.lines: list[str] = []
         self._ready = threading.Event()
-        self._process = subprocess.Popen(
-            self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
-        )
-        self._reader = threading.Thread(target=self._read, name="sidecar-output", daemon=True)
-        self._reader.start()
+        # A Ctrl-C while it is being started would lose sight of it. (It inherits the mask; SIGTERM is what ends it.)
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process = subprocess.Popen(
+                self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+            )
+            self._reader = threading.Thread(target=self._read, name="sidecar-output", daemon=True)
+            self._reader.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         try:
             if not self._ready.wait(ready_timeout_s):
                 raise SidecarError(f"kvferry is not ready after {ready_timeout_s:.0f} s; {self._last_words()}")

@@ -40,4 +40,4 @@ class StarSum:
 
 
 def _view(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.numpy()).cast("B")
+    return tensor.numpy().data.cast("B")

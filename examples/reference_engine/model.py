@@ -16,6 +16,7 @@ The weights have real spread (attention scores with a standard deviation near 3)
 and not at the mean of all, so one wrong block changes the answer. `tests/examples` holds a control that proves it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ def make_weights(config: ModelConfig, rank: int, tp: int) -> Weights:
     q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> Tensor:
-        return torch.randn(rows, columns, generator=draw, dtype=MATH) * (gain / columns**0.5)
+        return torch.randn(rows, columns, generator=draw, dtype=MATH).mul_(gain / math.sqrt(columns))
 
     def rows(whole: Tensor) -> Tensor:
         return whole.chunk(tp, dim=0)[rank].contiguous()
@@ -167,7 +168,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor
     n, heads, dim = q.shape
     kv_heads, end, _ = keys.shape
     grouped = q.view(n, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)  # (kv_heads, share, n, dim)
-    scores = grouped @ keys[:, None].transpose(-1, -2) / dim**0.5  # (kv_heads, share, n, end)
+    scores = grouped @ keys[:, None].transpose(-1, -2) / math.sqrt(dim)  # (kv_heads, share, n, end)
     if n > 1:
         scores.masked_fill_(torch.arange(end) > positions[:, None], float("-inf"))
     return (scores.softmax(-1) @ values[:, None]).permute(2, 0, 1, 3).reshape(n, heads, dim)
