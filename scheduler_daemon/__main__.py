@@ -13,11 +13,11 @@ from functools import partial
 from kvferry import logs
 from kvferry.net.channel import Channel
 from kvferry.net.paths import RunDir
-from kvferry.proto.errors import ConfigError, KvferryError
+from kvferry.proto.errors import KvferryError
 from kvferry.proto.ids import BootId
 from kvferry.scheduler_daemon.core.api import CoreSettings
 from kvferry.scheduler_daemon.core.core import Core
-from kvferry.scheduler_daemon.core.slots import RECORD, Table, zeroed_table
+from kvferry.scheduler_daemon.core.slots import RECORD
 from kvferry.scheduler_daemon.loop import Daemon
 from kvferry.scheduler_daemon.table import TableFile
 
@@ -53,22 +53,13 @@ def main(argv: list[str] | None = None) -> int:
         run_dir = RunDir.at(arguments.run_dir)
         control = Channel.inherited(arguments.control_fd)
         table = TableFile(run_dir.table)
-        core = Core(settings, make_table=partial(_make_table, table))
+        core = Core(settings, make_table=partial(table.make, dtype=RECORD))
         Daemon(run_dir, core, control).run()
     except (KvferryError, OSError) as error:
         log.error("%s", error)
         return 1
     table.close()
     return 0
-
-
-def _make_table(file: TableFile, num_slots: int) -> Table:
-    """The table in its file; in plain memory if /dev/shm has no room, because an engine is waiting to attach."""
-    try:
-        return file.make(num_slots, RECORD)
-    except ConfigError as error:
-        log.warning("%s; the table lies in plain memory", error)
-        return zeroed_table(num_slots)
 
 
 def _ns(seconds: float) -> int:

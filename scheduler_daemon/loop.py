@@ -228,7 +228,7 @@ class Daemon:
             **self._core.status(),
             "daemon_pid": os.getpid(),
             "uptime_s": round((self._now_ns() - self._started_ns) / 1e9, 3),
-            "workers": self._workers,
+            "workers": [{**worker, "worker": f"{worker['worker']:016x}"} for worker in self._workers],
             "links": {role: roles.count(role) for role in ("client", "worker", "admin")},
             "bad_messages": dict(self._switchboard.bad),
         }

@@ -4,32 +4,24 @@
     core ──▶ Send, CloseLink ──▶ send, close ──▶ outgoing ──▶ (identity, raw frame)
 
 One `proto.link.Link` stands for each peer, named by the peer's own random link id and reached through
-the ZeroMQ identity that its first frame came by. Whatever is malformed, of another version, out of turn
-or of nobody's link is answered by a CLOSE frame that names the error, counted by its code, and changes
-nothing; a peer whose established link carried it loses that link, because what follows on a numbered
-link has no meaning once one message of it is void. A closed link id is never opened again.
+the ZeroMQ identity that its first frame came by. Whatever is malformed or of nobody's link is answered by a
+CLOSE frame that names the error, counted by its code, and changes nothing; a peer whose established link
+carried it loses that link, because what follows on a numbered link has no meaning once one message of it
+is void. A closed link id is never opened again. Which role may say what, and when, is the core's to judge.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from kvferry.proto.codec import pack, unpack
-from kvferry.proto.control import Attach, Goodbye, Hello, RankGone, Refused, Register, Rotate, StatusAsk
+from kvferry.proto.control import Hello, Refused
 from kvferry.proto.errors import RemoteProtocolError
-from kvferry.proto.hot import Done, Lookup, Renew, Step
 from kvferry.proto.ids import LinkId
 from kvferry.proto.link import Frame, FrameKind, Link, pack_frame, unpack_frame
-from kvferry.proto.version import SUPPORTED_MAJORS
 from kvferry.scheduler_daemon.core.api import LinkLost, Outgoing, Received
 
-# What each role may say after its hello. The tether's messages and the daemon's own are in none.
-SAYS: Final[dict[str, tuple[type[Any], ...]]] = {
-    "client": (Register, Lookup, Step, Renew, Rotate, Goodbye),
-    "worker": (Attach, Done, RankGone, Goodbye),
-    "admin": (StatusAsk, Goodbye),
-}
 # Ids of closed links that are remembered, so that a late repeat of a hello opens no ghost.
 CLOSED_REMEMBERED: Final = 4096
 
@@ -77,10 +69,7 @@ class Switchboard:
         if frame.kind is FrameKind.CLOSE:
             return [*self.lost(frame.link)]
         try:
-            return [
-                Received(frame.link, self._allowed(peer.hello.role, unpack(body)))
-                for body in peer.link.receive(frame, now_ns)
-            ]
+            return [Received(frame.link, unpack(body)) for body in peer.link.receive(frame, now_ns)]
         except RemoteProtocolError as error:
             self._flush(peer)
             self._refuse(identity, frame.link, frame.seq, error)
@@ -147,7 +136,9 @@ class Switchboard:
                 raise RemoteProtocolError("frame.link", f"no open link {frame.link:x}", "say hello on a new link")
             [body] = link.receive(frame, now_ns)
             hello = unpack(body)
-            self._check_hello(hello)
+            if not isinstance(hello, Hello):
+                text = f"the first message of a link was {getattr(hello, 'TAG', '?')!r}, not 'hello'"
+                raise RemoteProtocolError("hello.first", text)
             if not self._has_tether(frame.link):
                 raise RemoteProtocolError(
                     "frame.link",
@@ -159,28 +150,6 @@ class Switchboard:
             return []
         self.open[frame.link] = OpenLink(identity, link, hello)
         return [Received(frame.link, hello)]
-
-    @staticmethod
-    def _check_hello(hello: object) -> None:
-        if not isinstance(hello, Hello):
-            tag = getattr(hello, "TAG", "?")
-            raise RemoteProtocolError("hello.first", f"the first message of a link was {tag!r}, not 'hello'")
-        low, high = SUPPORTED_MAJORS
-        if hello.major_min > high or hello.major_max < low:
-            raise RemoteProtocolError(
-                "hello.version",
-                f"the {hello.role} speaks protocol majors {hello.major_min}..{hello.major_max};"
-                f" this daemon speaks {low}..{high}",
-                "install the same kvferry version on both sides",
-            )
-
-    @staticmethod
-    def _allowed(role: str, message: Any) -> Any:
-        if isinstance(message, Hello):
-            raise RemoteProtocolError("message.unexpected", "a second hello on one link")
-        if not isinstance(message, SAYS[role]):
-            raise RemoteProtocolError("message.unexpected", f"a {role} may not send {message.TAG!r} to the daemon")
-        return message
 
     def _flush(self, peer: OpenLink) -> None:
         self._out.extend((peer.identity, frame) for frame in peer.link.outgoing())

@@ -70,8 +70,6 @@ def _rows(items: list[Any]) -> list[str]:
 
 
 def _show(name: str, value: Any) -> str:
-    if name == "worker" and isinstance(value, int):
-        return f"{value:016x}"
     if isinstance(value, dict):
         return ", ".join(f"{k}={_show(k, v)}" for k, v in value.items()) or "-"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and "pid" not in name else str(value)

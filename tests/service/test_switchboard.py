@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvferry.proto import limits
 from kvferry.proto.codec import pack, unpack
 from kvferry.proto.control import Goodbye, Hello, Refused, Register, StatusAsk
-from kvferry.proto.hot import Done, Plan, Renew
+from kvferry.proto.hot import Renew
 from kvferry.proto.ids import LinkId
 from kvferry.proto.link import HEADER, MAGIC, FrameKind, Link, pack_frame, unpack_frame
 from kvferry.scheduler_daemon.core.api import LinkLost, Received
@@ -25,11 +25,10 @@ def data(message: object, seq: int, link: LinkId = LINK) -> bytes:
     return pack_frame(FrameKind.DATA, link, seq, 0, body)
 
 
-def board(role: str = "client") -> Switchboard:
+def board() -> Switchboard:
     """A switchboard with one open link."""
     one = Switchboard(lambda _link: True)
-    hello = Hello(role=role)  # type: ignore[arg-type]
-    assert one.receive(ME, data(hello, 1), 0) == [Received(LINK, hello)]
+    assert one.receive(ME, data(HELLO, 1), 0) == [Received(LINK, HELLO)]
     return one
 
 
@@ -55,7 +54,6 @@ BAD_FRAMES = {
     "message.unknown": data(msgpack.packb(["no.such.tag"]), 1),
     "message.fields": data(msgpack.packb(["hello", {"role": "emperor"}]), 1),
     "hello.first": data(StatusAsk(), 1),
-    "hello.version": data(Hello(role="client", major_min=7, major_max=9), 1),
 }
 
 
@@ -90,15 +88,6 @@ def test_a_pickle_is_garbage_and_nothing_of_it_is_run() -> None:
     assert sorted(one.bad) == ["frame.magic", "message.malformed"]
 
 
-def test_an_unknown_version_is_told_which_ones_are_spoken() -> None:
-    one = Switchboard(lambda _link: True)
-    one.receive(ME, BAD_FRAMES["hello.version"], 0)
-    [(_, refused)] = refusals(one)
-    assert "7..9" in refused.text
-    assert "1..1" in refused.text
-    assert refused.fix
-
-
 def test_a_link_without_a_tether_is_not_opened() -> None:
     """Nobody would tell us of its death."""
     one = Switchboard(lambda _link: False)
@@ -116,20 +105,16 @@ def test_a_message_of_an_open_link_reaches_the_core_once_however_often_it_comes(
 
 
 @pytest.mark.parametrize(
-    ("role", "message", "code"),
+    ("message", "code"),
     [
-        ("client", Done(), "message.unexpected"),
-        ("client", StatusAsk(), "message.unexpected"),
-        ("client", HELLO, "message.unexpected"),
-        ("client", Plan(planned_to=0), "message.unexpected"),
-        ("worker", register(), "message.unexpected"),
-        ("admin", Renew(), "message.unexpected"),
-        ("client", b"\xc1", "message.malformed"),
-        ("client", msgpack.packb(["renew", b"123"]), "message.lengths"),
+        (b"\xc1", "message.malformed"),
+        (msgpack.packb(["no.such"]), "message.unknown"),
+        (msgpack.packb(["renew", 5]), "message.fields"),
+        (msgpack.packb(["renew", b"123"]), "message.lengths"),
     ],
 )
-def test_a_bad_message_closes_its_own_link_and_no_other(role: str, message: object, code: str) -> None:
-    one = board(role)
+def test_a_bad_message_closes_its_own_link_and_no_other(message: bytes, code: str) -> None:
+    one = board()
     other = LinkId(78)
     one.receive(OTHER, data(HELLO, 1, other), 0)
     assert one.receive(ME, data(message, 2), 0) == [LinkLost(LINK)]
