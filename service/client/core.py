@@ -22,7 +22,7 @@ from typing import Any, Final
 from kvferry.client.batch import Job, StepBatch
 from kvferry.client.fence import FenceMirror
 from kvferry.client.lookups import MS, Lookups, reason_of
-from kvferry.client.types import ClientCounters, Directive, Hits, JobEnd
+from kvferry.client.types import ArgumentError, ClientCounters, Directive, Hits, JobEnd
 from kvferry.proto import limits
 from kvferry.proto.columns import u8, u32, u64
 from kvferry.proto.control import (
@@ -590,15 +590,15 @@ class ClientCore:
     def _column(self, keys: Sequence[bytes] | bytes, group: int) -> bytes:
         width = self.settings.key_bytes
         if not 0 <= group < limits.MAX_GROUPS:
-            raise ValueError(f"group {group} is outside 0..{limits.MAX_GROUPS - 1}")
+            raise ArgumentError(f"group {group} is outside 0..{limits.MAX_GROUPS - 1}")
         if isinstance(keys, bytes | bytearray | memoryview):
             column = bytes(keys)
             if len(column) % width:
-                raise ValueError(f"keys have {len(column)} bytes, no multiple of key_bytes = {width}")
+                raise ArgumentError(f"keys have {len(column)} bytes, no multiple of key_bytes = {width}")
             return column
         for key in keys:
             if len(key) != width:
-                raise ValueError(f"a key has {len(key)} bytes; this client was made for key_bytes = {width}")
+                raise ArgumentError(f"a key has {len(key)} bytes; this client was made for key_bytes = {width}")
         return b"".join(keys)
 
     def _pairs(self, keys: Sequence[bytes] | bytes, blocks: Sequence[int], group: int) -> tuple[bytes, tuple[int, ...]]:
@@ -607,7 +607,7 @@ class ClientCore:
         width = self.settings.key_bytes
         ids = tuple(int(block) for block in blocks[: len(column) // width])
         if ids and not (min(ids) >= 0 and max(ids) < self.settings.num_blocks):
-            raise ValueError(f"block ids {min(ids)}..{max(ids)} are outside 0..{self.settings.num_blocks - 1}")
+            raise ArgumentError(f"block ids {min(ids)}..{max(ids)} are outside 0..{self.settings.num_blocks - 1}")
         return column[: len(ids) * width], ids
 
 

@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 from kvferry.proto.outcome import Kind, Next, Outcome, Reason
 
 
+class ArgumentError(ValueError):
+    """The caller's own mistake: a key of another width, a block outside the engine's range."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hits:
     """What a lookup knows.

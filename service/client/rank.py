@@ -1,0 +1,327 @@
+"""A rank of an engine, as it is used: `RankCore` with a tether to a worker, a shared page and a clock.
+
+    engine's thread ──revoke, begin, poll──▶ ┌────── one lock ───────────────┐
+                                             │ RankCore ── Tether ───────────┼──▶ worker
+    own thread ──connect, register, watch──▶ │   └── shared page, pidfds     │
+                                             └───────────────────────────────┘
+
+No call of the engine's thread waits. The page is made here once and lives across workers: its mark goes on
+counting for the next one. Attaching is the same code the first time and later; only the first attempt runs
+in the caller's thread, while the engine is still idle, and so may write the probes into its blocks.
+"""
+
+import logging
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+from kvferry.client.memory import KVMemory
+from kvferry.client.rank_core import RankCore
+from kvferry.client.tether import Tether, attach
+from kvferry.client.types import Directive, RankCounters, RankReport
+from kvferry.net.paths import RunDir
+from kvferry.proto import limits
+from kvferry.proto.errors import KvferryError
+from kvferry.proto.page import PageWriter
+from kvferry.proto.tether import RankRegister
+
+log = logging.getLogger("kvferry.client")
+
+WATCH_S: Final = 0.050  # how often the own thread looks while a worker serves us
+RETRY_S: Final = 0.5
+RETRY_MAX_S: Final = 2.0
+REFUSED_RETRY_S: Final = 10.0
+# Refusals that pass by themselves: our last worker is not reaped yet, or this one found no daemon.
+PASSING: Final = frozenset({"register.rank_taken", "worker.busy", "daemon.lost", "frame.link"})
+VERDICT_S: Final = 30.0  # a worker may take this long to map our memory when nobody waits for it
+CLOSE_S: Final = 1.0
+
+
+class RankClient:
+    """One rank's half. Its calls belong to the thread that launches the engine's forward passes.
+
+    In a step: `revoke` before anything is launched that overwrites blocks; `begin_loads`; the forward;
+    `begin_stores`; `poll`. Each with the directive that `Client.end_step` gave for that step.
+
+    Waits for the verdict at most `attach_timeout_s` if a sidecar listens, not at all if none does; later
+    attempts run in the background. `load_timeout_s`: when a load is cancelled; it stays open until its
+    worker's word or proven death.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        rank: int,
+        *,
+        world_size: int,
+        memory: KVMemory,
+        facts: Mapping[str, str] | None = None,
+        run_dir: str | Path | None = None,
+        attach_timeout_s: float = 5.0,
+        load_timeout_s: float = 5.0,
+        on_note: Callable[[str], None] | None = None,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+        start: bool = True,
+    ) -> None:
+        self._run_dir = RunDir.at(run_dir)
+        self._path = str(self._run_dir.rank(rank))
+        self._memory = memory
+        self._register = RankRegister(
+            engine_id=engine_id,
+            rank=rank,
+            world_size=world_size,
+            layout=memory.layout,
+            facts=dict(facts or {}),
+            pid=os.getpid(),
+        )
+        self._core = RankCore(int(load_timeout_s * 1e9))
+        self._now_ns = now_ns
+        self._on_note = on_note
+        self._lock = threading.RLock()
+        self._tether: Tether | None = None
+        self._pidfds: dict[int, int] = {}  # worker -> its proof of death
+        self._notes: list[str] = []
+        self._last_note = ""
+        self._retry_s = RETRY_S
+        self._closed = False
+        self._page_fd = os.memfd_create("kvferry-page", os.MFD_CLOEXEC)
+        os.ftruncate(self._page_fd, limits.PAGE_BYTES)
+        self._page_map = mmap.mmap(self._page_fd, limits.PAGE_BYTES)
+        self._page = PageWriter(memoryview(self._page_map))
+        self._wake = threading.Event()
+        self._thread = threading.Thread(
+            target=_serve, args=(weakref.ref(self), self._wake), name=f"kvferry-rank-{rank}", daemon=True
+        )
+        self._wait_s = self._attach(attach_timeout_s, is_idle=True)
+        self._tell()
+        if start:
+            self._thread.start()
+
+    # ---- in a step -----------------------------------------------------------------------------------
+
+    def revoke(self, directive: Directive) -> None:
+        """Tell the worker which stores may read mixed bytes from now on. Before anything overwrites their blocks."""
+        if directive.revokes:
+            with self._lock:
+                self._page.revoke(directive.revokes)
+
+    def begin_loads(self, directive: Directive) -> None:
+        """The blocks of the directive's loads may be written: nothing launched earlier touches them any more."""
+        if not (directive.loads or directive.failed_loads or directive.cancels):
+            return
+        with self._lock:
+            mark = self._page.signal() if directive.loads else 0
+            self._core.begin_loads(directive, mark, self._now_ns())
+            self._guarded(self._send)
+        self._tell()
+
+    def begin_stores(self, directive: Directive) -> None:
+        """The blocks of the directive's stores are written: the forward that fills them is done or launched."""
+        if not directive.stores:
+            return
+        with self._lock:
+            self._core.begin_stores(directive, self._page.signal())
+            self._guarded(self._send)
+        self._tell()
+
+    def poll(self) -> RankReport:
+        """What ended at this rank since the last call. Never waits."""
+        with self._lock:
+            self._guarded(self._watch)
+            report = self._core.poll()
+        self._tell()
+        return report
+
+    # ---- as a whole ----------------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        """Whether a worker serves this rank."""
+        return self._core.attached
+
+    @property
+    def counters(self) -> RankCounters:
+        return self._core.counters
+
+    @property
+    def worker_pid(self) -> int:
+        """Process id of the worker that serves this rank; 0 if none does."""
+        return self._tether.pid if self._tether is not None else 0
+
+    def describe(self) -> dict[str, Any]:
+        """State as plain values."""
+        with self._lock:
+            return {
+                "rank": self._register.rank,
+                "attached": self.attached,
+                "worker": self._core.worker,
+                "worker_pid": self.worker_pid,
+                "open_loads": self._core.open_loads,
+                "mark": self._page.mark(),
+            }
+
+    def close(self) -> None:
+        """Detach: ask the worker to end and wait for it at most a second. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._core.detach()
+            tether = self._tether
+            self._guarded(self._send)
+        self._wake.set()
+        if tether is not None:
+            tether.wait_end(CLOSE_S)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_S)
+        with self._lock:
+            self._lose()
+            for fd in self._pidfds.values():
+                os.close(fd)
+            self._pidfds.clear()
+            os.close(self._page_fd)
+
+    def __enter__(self) -> "RankClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _guarded(self, deed: Callable[[], None]) -> None:
+        """Do it, and let nothing of ours reach the engine as an error: the tether is dropped instead."""
+        try:
+            deed()
+        except Exception as error:
+            log.debug("error inside the rank client", exc_info=error)
+            self._note(f"lost the worker: {type(error).__name__}: {error}")
+            self._lose()
+
+    def _send(self) -> None:
+        messages = self._core.outgoing()
+        if self._tether is not None:
+            for message in messages:
+                self._tether.queue(message)
+            self._tether.flush()
+
+    def _watch(self) -> None:
+        """Read words, notice ends, apply deadlines."""
+        if self._tether is not None:
+            for message in self._tether.receive():
+                self._core.on_message(message, self._tether.worker)
+            if self._tether.ended:
+                self._note("the worker went away; looking for another one")
+                self._lose()
+        self._core.tick(self._now_ns())
+        self._send()
+        self._look_for_proof()
+
+    def _look_for_proof(self) -> None:
+        awaited = self._core.awaited_workers()
+        for worker, fd in list(self._pidfds.items()):
+            poller = select.poll()
+            poller.register(fd, select.POLLIN)
+            is_dead = bool(poller.poll(0))
+            if is_dead:
+                # The kernel delivers what was written before the death first: read it before judging.
+                if self._tether is not None and self._tether.worker == worker:
+                    for message in self._tether.receive():
+                        self._core.on_message(message, worker)
+                    self._lose()
+                self._core.dead(worker)
+            if is_dead or (worker != self._core.worker and worker not in awaited):
+                os.close(self._pidfds.pop(worker))
+
+    def _lose(self) -> None:
+        self._core.lost()
+        if self._tether is not None:
+            self._tether.close()
+            self._tether = None
+        self._wake.set()
+
+    def _attach(self, timeout_s: float, *, is_idle: bool = False) -> float:
+        """Try one worker; seconds until the next look. The same path at start and after each loss."""
+        probing = self._memory.probing() if is_idle and self._memory.probing else nullcontext(())
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(self._path)
+        except OSError:
+            sock.close()
+            self._note(f"no worker at {self._path}: nothing is loaded or stored until there is one")
+            return self._next_retry()
+        try:
+            with probing as probes:
+                register = self._register.model_copy(update={"probes": probes})
+                tether, pidfd = attach(sock, register, (*self._memory.fds, self._page_fd), timeout_s)
+        except Exception as error:  # whatever it was, the engine goes on without
+            sock.close()
+            passes = isinstance(error, OSError) or (isinstance(error, KvferryError) and error.code in PASSING)
+            self._note(f"not attached: {error}")
+            return self._next_retry() if passes else REFUSED_RETRY_S
+        with self._lock:
+            if self._closed:
+                tether.close()
+                os.close(pidfd)
+                return WATCH_S
+            self._tether = tether
+            self._pidfds[tether.worker] = pidfd
+            self._core.attach(tether.worker)
+            self._retry_s = RETRY_S
+            self._note(f"attached to worker {tether.pid} at {self._path}")
+        return WATCH_S
+
+    def _next_retry(self) -> float:
+        wait_s, self._retry_s = self._retry_s, min(self._retry_s * 2, RETRY_MAX_S)
+        return wait_s
+
+    def _housekeep(self) -> float:
+        """The own thread's turn; seconds until the next one."""
+        with self._lock:
+            if self._closed:
+                return WATCH_S
+            self._guarded(self._watch)
+            is_attached = self._tether is not None
+        wait_s = WATCH_S if is_attached else self._attach(VERDICT_S)
+        self._tell()
+        return wait_s
+
+    def _note(self, text: str) -> None:
+        if text != self._last_note:
+            self._last_note = text
+            self._notes.append(f"rank {self._register.rank}: {text}")
+
+    def _tell(self) -> None:
+        while self._notes:
+            text = self._notes.pop(0)
+            try:
+                if self._on_note is not None:
+                    self._on_note(text)
+                else:
+                    log.info("%s", text)
+            except Exception:  # a listener's error is not the engine's
+                log.debug("on_note failed", exc_info=True)
+
+
+def _serve(owner: "weakref.ref[RankClient]", wake: threading.Event) -> None:
+    """The own thread: holds the rank client only while it works."""
+    client = owner()
+    wait_s = client._wait_s if client is not None else 0.0
+    del client
+    while True:
+        wake.wait(wait_s)
+        client = owner()
+        if client is None or client._closed:
+            return
+        wake.clear()
+        wait_s = client._housekeep()
+        del client
