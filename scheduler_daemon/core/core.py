@@ -1,0 +1,142 @@
+"""The daemon's decisions, as one deterministic machine: the same events and times give the same actions.
+
+    Received ─▶ role's handler ─┐
+    LinkLost, WorkerReaped ─────┼─▶ desk (all state) ─▶ actions: Send, CloseLink, KillWorker, Note
+    TimePassed ─────────────────┘
+
+Every event first lets time pass, so what is due is done before anything new is looked at, whether the
+shell woke for it or not. Nothing here knows a socket, a clock or a log.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvferry.proto.control import Attach, Goodbye, Hello, RankGone, Register, Rotate, StatusAnswer, StatusAsk
+from kvferry.proto.errors import RemoteProtocolError
+from kvferry.proto.hot import Done, Lookup, Renew, Step
+from kvferry.proto.ids import LinkId
+from kvferry.scheduler_daemon.core import ending, lookups, people, status, steps
+from kvferry.scheduler_daemon.core.api import (
+    Action,
+    CoreSettings,
+    Event,
+    Incoming,
+    LinkLost,
+    Received,
+    TimePassed,
+    WorkerReaped,
+)
+from kvferry.scheduler_daemon.core.desk import Desk
+from kvferry.scheduler_daemon.core.slots import Table, zeroed_table
+
+
+class Core:
+    """The scheduler daemon without its sockets.
+
+    `make_table(num_slots)` gives the slot table, zeroed, shape (num_slots,) of `slots.RECORD`, once the
+    pool's geometry is known; a KvferryError it raises refuses the attachment that fixed the geometry.
+    """
+
+    def __init__(self, settings: CoreSettings, make_table: Callable[[int], Table] = zeroed_table) -> None:
+        self._desk = Desk(settings, make_table)
+
+    def step(self, event: Event, now_ns: int) -> list[Action]:
+        """Take one event; everything to be done about it, in order. A `now_ns` that went back counts as no time."""
+        desk = self._desk
+        desk.now_ns = max(desk.now_ns, now_ns)
+        ending.let_time_pass(desk)
+        match event:
+            case Received(link, message):
+                self._receive(link, message)
+            case LinkLost(link):
+                people.lose_link(desk, link)
+            case WorkerReaped(worker):
+                people.reap(desk, worker)
+            case TimePassed():
+                pass
+        actions = desk.take_actions()
+        desk.namespaces.sweep(engine.namespace for engine in desk.engines.values() if engine.namespace is not None)
+        return actions
+
+    def next_due_ns(self) -> int | None:
+        """When time alone will have something done; None: never."""
+        return ending.next_due_ns(self._desk)
+
+    def status(self) -> dict[str, Any]:
+        """Gauges and counters as plain JSON types."""
+        return status.status(self._desk)
+
+    def check(self) -> None:
+        """AssertionError naming the sums that disagree; for tests and the simulator."""
+        status.check(self._desk)
+
+    def at_rest(self) -> dict[str, int]:
+        """Sums that are all 0 once no job, lease or copy is left."""
+        return status.at_rest(self._desk)
+
+    # ---- messages ------------------------------------------------------------------------------------
+
+    def _receive(self, link: LinkId, message: Incoming) -> None:
+        desk = self._desk
+        hello = desk.hellos.get(link)
+        if hello is None:
+            if isinstance(message, Hello):
+                people.take_hello(desk, link, message)
+            else:
+                text = f"the first message of a link was {message.TAG!r}, not 'hello'"
+                people.refuse_link(desk, link, RemoteProtocolError("hello.first", text))
+            return
+        if isinstance(message, Goodbye):
+            people.lose_link(desk, link)
+            return
+        if isinstance(message, StatusAsk):
+            desk.send(link, StatusAnswer(status=self.status()))
+            return
+        known = self._from_client(link, message) if hello.role == "client" else False
+        known = self._from_worker(link, message) if hello.role == "worker" else known
+        if not known:
+            error = RemoteProtocolError("message.unexpected", f"{message.TAG!r} from a {hello.role}, or not now")
+            people.refuse_link(desk, link, error)
+
+    def _from_client(self, link: LinkId, message: Incoming) -> bool:
+        """Whether a client may send this now; then it has been taken."""
+        desk = self._desk
+        session = desk.sessions.get(link)
+        if session is None:
+            if not isinstance(message, Register):
+                return False
+            people.take_register(desk, link, message)
+            return True
+        match message:
+            case Lookup():
+                lookups.take_lookup(desk, session, message)
+            case Step():
+                steps.take_step(desk, session, message)
+            case Renew():
+                lookups.take_renew(desk, session, message)
+            case Rotate():
+                people.take_rotate(desk, session, message)
+            case _:
+                return False
+        return True
+
+    def _from_worker(self, link: LinkId, message: Incoming) -> bool:
+        """Whether a worker may send this now; then it has been taken."""
+        desk = self._desk
+        worker = desk.worker_links.get(link)
+        match message:
+            case Attach():
+                people.take_attach(desk, link, message)
+            case Done():
+                if worker is None:
+                    desk.counters.add("words_of_strangers", len(message.jobs) // 8)
+                else:
+                    ending.take_done(desk, worker, message)
+            case RankGone():
+                if worker is None:
+                    desk.counters.add("words_of_strangers")
+                else:
+                    people.take_rank_gone(desk, worker)
+            case _:
+                return False
+        return True

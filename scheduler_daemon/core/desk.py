@@ -1,0 +1,126 @@
+"""The one desk on which the core's rooms lie, and the tray of actions that one event fills.
+
+Holds no decisions: modules named after what comes in (`people`, `lookups`, `steps`, `ending`) make them.
+Cancels and ended jobs gather in trays of their own and leave at the end of the event: one message a
+worker, one a client, behind the answer to what caused them.
+"""
+
+from collections import deque
+
+from kvferry.proto.columns import pack_u8, pack_u64
+from kvferry.proto.control import Hello
+from kvferry.proto.hot import Cancel, JobsEnded
+from kvferry.proto.ids import LinkId
+from kvferry.scheduler_daemon.core.api import Action, CoreSettings, Outgoing, Send
+from kvferry.scheduler_daemon.core.counters import Counters
+from kvferry.scheduler_daemon.core.engines import Engine, Session, Worker
+from kvferry.scheduler_daemon.core.geometry import Geometry
+from kvferry.scheduler_daemon.core.jobs import Jobs, TransferJobStatus
+from kvferry.scheduler_daemon.core.leases import Lease, Leases
+from kvferry.scheduler_daemon.core.namespaces import Namespaces
+from kvferry.scheduler_daemon.core.pool import HostPool
+from kvferry.scheduler_daemon.core.slots import MakeTable
+
+
+class Desk:
+    """All state of the daemon."""
+
+    __slots__ = (
+        "cancels",
+        "counters",
+        "deadlines",
+        "ended",
+        "engines",
+        "generation",
+        "geometry",
+        "graces",
+        "hellos",
+        "jobs",
+        "leases",
+        "make_table",
+        "namespaces",
+        "now_ns",
+        "num_registrations",
+        "out",
+        "partings",
+        "pool",
+        "reaped",
+        "sessions",
+        "settings",
+        "worker_links",
+        "workers",
+    )
+
+    def __init__(self, settings: CoreSettings, make_table: MakeTable) -> None:
+        self.settings = settings
+        self.make_table = make_table
+        self.now_ns = 0
+        self.counters = Counters()
+        self.geometry = Geometry(settings.tp_size)
+        self.pool: HostPool | None = None  # until the geometry is fixed
+        self.generation = 0  # the highest that an earlier geometry's table gave
+        self.jobs = Jobs(settings.boot)
+        self.leases = Leases(settings.lease_ns)
+        self.namespaces = Namespaces()
+        self.engines: dict[str, Engine] = {}
+        self.num_registrations = 0
+        self.hellos: dict[LinkId, Hello] = {}  # of open links
+        self.sessions: dict[LinkId, Session] = {}  # of open links
+        self.worker_links: dict[LinkId, Worker] = {}  # of open links
+        self.workers: dict[int, Worker] = {}  # attached once and not yet reaped
+        self.reaped: set[int] = set()  # a worker's attach may come after its death
+        # All jobs live equally long and time does not go back: the first is always due first. What ended
+        # meanwhile is skipped when its turn comes.
+        self.deadlines: deque[tuple[int, int]] = deque()  # (due, job): its deadline
+        self.graces: deque[tuple[int, int]] = deque()  # (due, job): then those that owe a word are killed
+        self.partings: deque[tuple[int, int]] = deque()  # (due, worker): it should be gone by then
+        self.out: list[Action] = []
+        self.cancels: dict[int, list[int]] = {}  # worker -> jobs
+        self.ended: dict[LinkId, list[TransferJobStatus]] = {}
+
+    # ---- out -----------------------------------------------------------------------------------------
+
+    def send(self, link: LinkId, message: Outgoing) -> None:
+        """Put a message on a link."""
+        self.out.append(Send(link, message))
+
+    def take_actions(self) -> list[Action]:
+        """Everything that this event brought about, in order."""
+        for worker_id, jobs in self.cancels.items():
+            worker = self.workers.get(worker_id)
+            if worker is not None and worker.link is not None:
+                self.send(worker.link, Cancel(jobs=pack_u64(jobs)))
+        self.cancels.clear()
+        for link, ended in self.ended.items():
+            if link in self.sessions:
+                self.send(link, _jobs_ended(ended))
+        self.ended.clear()
+        actions, self.out = self.out, []
+        return actions
+
+    # ---- leases --------------------------------------------------------------------------------------
+
+    def end_lease(self, lease: Lease) -> None:
+        """The one way out of a lease."""
+        assert self.pool is not None
+        self.leases.remove(lease)
+        self.pool.unlease(lease.entries)
+        lease.owner.requests.unlease(lease.request, lease.group, lease.id)
+
+    def lease_of(self, lease: int, session: Session) -> Lease | None:
+        """A lease that stands and is this session's; another's, or one that is over, is counted."""
+        found = self.leases.get(lease)
+        if found is None:
+            self.counters.add("leases_unknown")
+        elif found.owner is not session:
+            self.counters.add("leases_foreign")
+            found = None
+        return found
+
+
+def _jobs_ended(ended: list[TransferJobStatus]) -> JobsEnded:
+    return JobsEnded(
+        tickets=pack_u64([job.ticket for job in ended]),
+        jobs=pack_u64([job.id for job in ended]),
+        outcomes=pack_u8([job.outcome or 0 for job in ended]),
+    )

@@ -1,0 +1,134 @@
+"""How jobs move on and end: words, reaps, revokes and time. Every exit of a job goes through `turn`."""
+
+from kvferry.proto.columns import u8, u64
+from kvferry.proto.hot import Done
+from kvferry.proto.ids import job_is_of_boot
+from kvferry.proto.outcome import Kind, Outcome
+from kvferry.scheduler_daemon.core.api import KillWorker
+from kvferry.scheduler_daemon.core.desk import Desk
+from kvferry.scheduler_daemon.core.engines import Worker
+from kvferry.scheduler_daemon.core.jobs import Effect, State, TransferJobStatus, Turn
+
+_OUTCOMES = {outcome.value: outcome for outcome in Outcome}
+
+
+def turn(desk: Desk, job: TransferJobStatus, what: Turn) -> None:
+    """Let a job move on, and do what its table says."""
+    effect = job.turn(what)
+    if not effect:
+        return
+    pool, session = desk.pool, job.session
+    assert pool is not None
+    if Effect.DROP in effect:
+        pool.abandon(job.entries, job.slots)
+        desk.counters.failed("store_keys", job.cause, len(job.entries))
+    if Effect.PUBLISH in effect:
+        pool.publish(job.entries, job.slots)
+        desk.counters.add("store_keys_stored", len(job.entries))
+    if Effect.TELL in effect:
+        assert job.outcome is not None
+        desk.counters.add(f"{job.kind.name.lower()}s_ended.{job.outcome.name}")
+        session.tickets.pop(job.ticket, None)
+        session.requests.ended(job.request, job.id)
+        if not session.closed:
+            desk.ended.setdefault(session.link, []).append(job)
+    if Effect.CANCEL in effect:
+        for worker in job.owing:
+            desk.cancels.setdefault(worker.id, []).append(job.id)
+    if Effect.RELEASE in effect:
+        desk.jobs.remove(job)
+        session.in_flight_bytes[job.kind] -= job.num_bytes
+        if job.kind is Kind.LOAD:
+            if job.torn:
+                desk.counters.add("keys_spoiled", pool.spoil(job.entries))
+            pool.unpin(job.entries)
+        else:
+            session.fence.remove(job.id, job.blocks)
+            if job.outcome is not Outcome.OK:
+                pool.let_go(job.slots)
+
+
+def void(desk: Desk, job: TransferJobStatus, cause: Outcome) -> None:
+    """Nobody wants this job any more. A store is never published; both wait for the last word."""
+    if job.state is State.COPYING:
+        job.blame(cause)
+        turn(desk, job, Turn.VOIDED)
+
+
+def take_done(desk: Desk, worker: Worker, done: Done) -> None:
+    """A worker's words. Unknown, stale, foreign and repeated ones are counted and change nothing."""
+    for job_id, value in zip(u64(done.jobs).tolist(), u8(done.outcomes).tolist(), strict=True):
+        job = desk.jobs.get(job_id)
+        if job is None:
+            known = job_is_of_boot(job_id, desk.settings.boot)
+            desk.counters.add("words_unknown" if known else "words_of_another_boot")
+            continue
+        if worker.rank >= len(job.workers) or job.workers[worker.rank] is not worker:
+            desk.counters.add("words_foreign")
+            continue
+        # A word this build does not know is no OK, but it is a word: the copy is over.
+        outcome = _OUTCOMES.get(value, Outcome.COPY_FAILED)
+        what = job.report(worker.rank, outcome)
+        if what is None:
+            desk.counters.add("words_repeated")
+            continue
+        desk.counters.add("words")
+        turn(desk, job, what)
+
+
+def worker_died(desk: Desk, worker: Worker) -> None:
+    """The proof came: what this worker owed has failed, and it touches nothing any more."""
+    for job in list(desk.jobs):
+        if worker.rank < len(job.workers) and job.workers[worker.rank] is worker:
+            what = job.report(worker.rank, Outcome.WORKER_DIED)
+            if what is not None:
+                desk.counters.add("words_of_the_dead")
+                turn(desk, job, what)
+
+
+# ---- time ------------------------------------------------------------------------------------------
+
+
+def let_time_pass(desk: Desk) -> None:
+    """Do what is due at `desk.now_ns`."""
+    now = desk.now_ns
+    while (lease := desk.leases.first()) is not None and lease.end_ns <= now:
+        desk.counters.add("leases_expired")
+        desk.end_lease(lease)
+    while desk.deadlines and desk.deadlines[0][0] <= now:
+        job = desk.jobs.get(desk.deadlines.popleft()[1])
+        if job is not None:
+            desk.counters.add("deadlines_passed")
+            void(desk, job, Outcome.DEADLINE)
+            desk.graces.append((now + desk.settings.grace_ns, job.id))
+    while desk.graces and desk.graces[0][0] <= now:
+        job = desk.jobs.get(desk.graces.popleft()[1])
+        for worker in job.owing if job is not None else []:
+            assert job is not None
+            kill(desk, worker, f"it owes its word on {job.kind.name.lower()} job {job.id:x} past deadline and grace")
+    while desk.partings and desk.partings[0][0] <= now:
+        parted = desk.workers.get(desk.partings.popleft()[1])
+        if parted is not None:
+            kill(desk, parted, "it parted and has not exited within its grace")
+
+
+def kill(desk: Desk, worker: Worker, why: str) -> None:
+    """Ask for a worker's death, once. Its words count as given when it is reaped, not before."""
+    if not worker.killed:
+        worker.killed = True
+        desk.counters.add("workers_killed")
+        desk.out.append(KillWorker(worker.id, why))  # type: ignore[arg-type]
+
+
+def next_due_ns(desk: Desk) -> int | None:
+    """When `let_time_pass` has something to do."""
+    for queue in (desk.deadlines, desk.graces):
+        while queue and desk.jobs.get(queue[0][1]) is None:
+            queue.popleft()
+    while desk.partings and desk.partings[0][1] not in desk.workers:
+        desk.partings.popleft()
+    due = [queue[0][0] for queue in (desk.deadlines, desk.graces, desk.partings) if queue]
+    lease = desk.leases.first()
+    if lease is not None:
+        due.append(lease.end_ns)
+    return min(due, default=None)
