@@ -120,6 +120,9 @@ class Device(Protocol):
     def detach(self, mapping: Mapping) -> None:
         """Unmap, in an orderly end only; idempotent. The caller has drained."""
 
+    def read(self, mapping: Mapping, offset: int, nbytes: int) -> bytes:
+        """A few bytes of the engine's memory, for the probes at registration; may wait for the device."""
+
     def register_host(self, base: int, nbytes: int) -> HostRegion:
         """Make host memory usable for copies. CapacityError | DeviceError."""
 

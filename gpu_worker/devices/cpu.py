@@ -138,6 +138,9 @@ class CpuDevice:
         # Unmapped when the last view of it is gone.
         self._buffers = [buffer for buffer in self._buffers if buffer.base != mapping.base]
 
+    def read(self, mapping: Mapping, offset: int, nbytes: int) -> bytes:
+        return ctypes.string_at(mapping.base + offset, nbytes)
+
     def register_host(self, base: int, nbytes: int) -> HostRegion:
         memory = (ctypes.c_uint8 * nbytes).from_address(base)
         self._add_buffer(np.frombuffer(memoryview(memory), dtype=np.uint8), memory)

@@ -1,0 +1,55 @@
+"""`python -m kvferry.gpu_worker`: one worker process, started by the supervisor. Imports no torch."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from typing import NoReturn
+
+from kvferry.gpu_worker.devices import open_device
+from kvferry.gpu_worker.spare import Options, Worker
+from kvferry.logs import set_up
+from kvferry.net.paths import RunDir
+from kvferry.proto.errors import KvferryError
+
+log = logging.getLogger("kvferry.worker")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m kvferry.gpu_worker", description=__doc__)
+    parser.add_argument("--run-dir", required=True, help="where the daemon listens")
+    parser.add_argument("--rank", type=int, required=True, help="the rank and pool file this worker is for")
+    parser.add_argument("--worker", type=int, required=True, help="this process's incarnation")
+    parser.add_argument("--listen-fd", type=int, required=True, help="inherited listener of the rank's socket")
+    parser.add_argument("--control-fd", type=int, required=True, help="inherited channel to the supervisor")
+    parser.add_argument("--device", default="cpu", help="what copies: cpu")
+    return parser.parse_args(arguments)
+
+
+def main() -> NoReturn:
+    """Run one worker and leave by os._exit: mappings and copy threads go with the process, not with cleanup code."""
+    options = parse()
+    set_up()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, who stops us in order
+    try:
+        run_dir = RunDir.at(options.run_dir)
+        device = open_device(options.device)
+        code = Worker(
+            Options(run_dir, options.rank, options.worker, options.listen_fd, options.control_fd), device
+        ).run()
+    except KvferryError as error:
+        log.error("rank %d: %s", options.rank, error)
+        code = 2
+    except Exception:
+        log.exception("rank %d: the worker failed", options.rank)
+        code = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
