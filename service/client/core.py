@@ -233,7 +233,9 @@ class ClientCore:
         column = self._column(keys, group)
         self.counters.lookups += 1
         record = self._record(request)
-        if record.is_failed:
+        if record.is_failed or not column:
+            self._lookups.drop(request)
+            self._gather_released(now_ns)
             return
         if not record.load:
             record.load = self._new_incarnation(record)
@@ -341,7 +343,7 @@ class ClientCore:
     def preempt(self, request: str, now_ns: int) -> None:
         """The request lost its blocks and comes back as a new attempt; its old stores stay with the old one."""
         record = self._requests.get(request)
-        self._lookups.drop(request)
+        self._lookups.drop(request, release=self.state is not State.REGISTERED)
         if record is not None:
             self._tell_ended(record, Ended.PREEMPTED, now_ns)
         self._gather_released(now_ns)
@@ -488,7 +490,7 @@ class ClientCore:
 
     # ---- deeds ---------------------------------------------------------------------------------------
     def _close_request(self, name: str, why: Ended, now_ns: int) -> None:
-        self._lookups.drop(name)
+        self._lookups.drop(name, release=self.state is not State.REGISTERED)
         record = self._requests.pop(name, None)
         if record is not None:
             for ticket in list(record.loads):

@@ -8,7 +8,9 @@
 
 A lookup that was given up is gone as a whole: only a new `start` asks again. An answer is remembered until
 something may have changed, so an engine that asks the same question every step pays a dict access. A lease
-is renewed only while the engine keeps asking for it: one that was left alone ends by itself.
+is renewed only while the engine keeps asking for it: one that was left alone ends by itself. The daemon ends
+a request's earlier lease itself when it is asked again and when it hears of the request's end, so what is
+given back here by name is only what neither of these covers.
 """
 
 from dataclasses import dataclass
@@ -65,7 +67,7 @@ class Lookups:
         self._patience_ns = patience_ns
         self._counters = counters
         self._entries: dict[str, _Entry] = {}
-        self._waiting: dict[int, str] = {}  # lookup id -> request name
+        self._waiting: dict[int, str | None] = {}  # lookup id -> request; None: its end was told to the daemon
         self._next_id = 1
 
     def __len__(self) -> int:
@@ -78,11 +80,14 @@ class Lookups:
 
     def start(self, name: str, request: int, keys: bytes, group: int, now_ns: int) -> None:
         """Ask for `keys` on behalf of `name`, afresh."""
-        self.drop(name)
+        old = self._entries.get(name)
+        asks_again = bool(keys) and self.closed is None and old is not None
+        is_replaced = asks_again and old is not None and (old.request, old.group) == (request, group)
+        self.drop(name, release=not is_replaced)
         widest = min(limits.MAX_KEYS * self._key_bytes, MAX_LOOKUP_KEY_BYTES)
         keys = keys[: widest - widest % self._key_bytes]
         self._entries[name] = entry = _Entry(request, keys, group, now_ns)
-        if self.closed is None:
+        if self.closed is None and keys:
             self._ask(name, entry)
 
     def hits(self, name: str, now_ns: int) -> Hits:
@@ -119,15 +124,15 @@ class Lookups:
 
     def answer(self, msg: LookupAnswer, now_ns: int) -> None:
         """Take the daemon's answer; a late one is dropped and its lease given back."""
+        was_ended = msg.lookup in self._waiting
         name = self._waiting.pop(msg.lookup, None)
         if name is None:
             self._counters.late_lookups += 1
-            self._release(msg.lease)
+            if not was_ended:
+                self._release(msg.lease)
             return
         entry = self._entries[name]
         entry.waiting_for = 0
-        if entry.lease and entry.lease != msg.lease:
-            self._release(entry.lease)
         entry.known = True
         entry.count = min(msg.hits, len(entry.keys) // self._key_bytes)
         entry.next = Next(msg.next)
@@ -146,12 +151,19 @@ class Lookups:
         self._waiting.pop(entry.waiting_for, None)
         return entry.lease if now_ns < entry.renewed_ns + entry.lease_ns else 0
 
-    def drop(self, name: str) -> None:
-        """Forget the lookup of `name` and give its lease back; harmless if there is none."""
+    def drop(self, name: str, *, release: bool = True) -> None:
+        """Forget the lookup of `name`; harmless if there is none.
+
+        release: give its lease back, now or when a late answer brings it. Else the daemon ends it by itself.
+        """
         entry = self._entries.pop(name, None)
-        if entry is not None:
+        if entry is None:
+            return
+        if release:
             self._waiting.pop(entry.waiting_for, None)
             self._release(entry.lease)
+        elif entry.waiting_for:
+            self._waiting[entry.waiting_for] = None
 
     def restart(self, *, release: bool) -> None:
         """Nothing that was answered holds any more (daemon lost, or the epoch changed): ask anew when asked."""
@@ -201,6 +213,7 @@ class Lookups:
         return min(due, default=None) if self.closed is None else None
 
     def _ask(self, name: str, entry: _Entry) -> None:
+        entry.lease = 0  # the daemon ends it when the question comes
         entry.waiting_for = self._next_id
         self._next_id += 1
         self._waiting[entry.waiting_for] = name
