@@ -125,6 +125,7 @@ class Service:
         if not self._peer.alive:
             self._daemon_lost = True
             log.warning("the daemon is gone (%s)", self._peer.refusal or "no word")
+            self._hear_rank()  # a begin that was sent before counts as begun
             self._step(DaemonLost())
             self._end_within(ORPHAN_S)
 

@@ -1,0 +1,285 @@
+"""What a worker process meets, played by the test: a daemon (ROUTER and tether listener), a supervisor, a rank.
+
+Nothing here is product code but the wire itself (`proto`), so that both ends of it are seen.
+"""
+
+import contextlib
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from kvferry.gpu_worker import pool
+from kvferry.net.channel import Channel
+from kvferry.net.paths import RunDir
+from kvferry.proto.codec import pack, unpack
+from kvferry.proto.columns import pack_u8, pack_u32, pack_u64
+from kvferry.proto.control import Attach, Attached, Hello, RankGone, Refused, Welcome
+from kvferry.proto.hot import Cancel, Done, Plan
+from kvferry.proto.ids import LinkId
+from kvferry.proto.layout import Group, Handle, Layout, Region
+from kvferry.proto.limits import PAGE_BYTES
+from kvferry.proto.link import Link, unpack_frame
+from kvferry.proto.outcome import Kind
+from kvferry.proto.page import PageWriter
+from kvferry.proto.tether import Begin, Deframer, Probe, RankRegister, RankRegistered, Words, frame
+
+PATIENCE_S = 10.0
+WORKER_ID = 77
+
+
+def wait_for(ask, what: str, patience_s: float = PATIENCE_S):
+    """The first true answer; asks again as things move, fails with `what` when patience ends."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        answer = ask()
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"no {what} within {patience_s} s"
+
+
+class FakeDaemon:
+    """One boot of a daemon that serves one link."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.context = zmq.Context()
+        self.router = self.context.socket(zmq.ROUTER)
+        self.router.linger = 0
+        self.router.bind(run_dir.daemon_endpoint)
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(run_dir.tether))
+        self.listener.listen()
+        self.tethers: list[socket.socket] = []
+        self.identity = b""
+        self.link: Link | None = None
+        self.inbox: list = []
+
+    def turn(self) -> None:
+        """Take and give what is there; waits a little if there is nothing."""
+        poller = zmq.Poller()
+        poller.register(self.router, zmq.POLLIN)
+        poller.register(self.listener.fileno(), zmq.POLLIN)
+        ready = dict(poller.poll(20))
+        if self.listener.fileno() in ready:
+            connection, _ = self.listener.accept()
+            self.tethers.append(connection)
+        if self.router in ready:
+            self.identity, raw = self.router.recv_multipart()
+            got = unpack_frame(raw)
+            if self.link is None or self.link.id != got.link:
+                self.link = Link(LinkId(got.link))
+            self.inbox += [unpack(body) for body in self.link.receive(got, time.monotonic_ns())]
+        self.flush()
+
+    def flush(self) -> None:
+        if self.link is not None:
+            self.link.tick(time.monotonic_ns())
+            for raw in self.link.outgoing():
+                self.router.send_multipart([self.identity, raw])
+
+    def send(self, message) -> None:
+        assert self.link is not None
+        assert self.link.send(pack(message), time.monotonic_ns())
+        self.flush()
+
+    def take(self, kind):
+        """The next message of this type."""
+
+        def ask():
+            self.turn()
+            for message in self.inbox:
+                if isinstance(message, kind):
+                    self.inbox.remove(message)
+                    return message
+            return None
+
+        return wait_for(ask, f"{kind.__name__} from the worker")
+
+    def close(self) -> None:
+        self.router.close(0)
+        self.listener.close()
+        for tether in self.tethers:
+            tether.close()
+        self.context.term()
+
+
+class FakeRank:
+    """The engine's side of one rank: a memfd "GPU", a shared page, a tether."""
+
+    def __init__(self, run_dir: RunDir, num_blocks: int = 16, num_layers: int = 4, run: int = 4096) -> None:
+        self.num_blocks, self.num_layers, self.run = num_blocks, num_layers, run
+        nbytes = num_blocks * num_layers * run
+        self.kv_fd = os.memfd_create("kv")
+        os.posix_fallocate(self.kv_fd, 0, nbytes)
+        self.kv = np.frombuffer(mmap.mmap(self.kv_fd, nbytes), dtype=np.uint8).reshape(num_layers, num_blocks, run)
+        self.page_fd = os.memfd_create("page")
+        os.ftruncate(self.page_fd, PAGE_BYTES)
+        self.page = PageWriter(memoryview(mmap.mmap(self.page_fd, PAGE_BYTES)))
+        self.layout = Layout(
+            handles=(Handle(kind="shm_fd", nbytes=nbytes),),
+            groups=(
+                Group(
+                    regions=tuple(
+                        Region(handle=0, offset=layer * num_blocks * run, stride=run, run=run, blocks=num_blocks)
+                        for layer in range(num_layers)
+                    ),
+                    block_tokens=16,
+                ),
+            ),
+        )
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(str(run_dir.rank(0)))
+        self.socket.settimeout(PATIENCE_S)
+        self.deframer = Deframer()
+        self.inbox: list = []
+        self.worker_pidfd = -1
+        self.last_ticket = 0
+
+    def stamp(self, block: int, seed: int) -> np.ndarray:
+        """Fill a block with a pattern of its own; the bytes."""
+        pattern = np.random.default_rng(seed).integers(0, 256, (self.num_layers, self.run), dtype=np.uint8)
+        self.kv[:, block] = pattern
+        return pattern
+
+    def registration(self, **changes) -> RankRegister:
+        fields = {"engine_id": "e", "rank": 0, "world_size": 1, "layout": self.layout, "pid": os.getpid()}
+        probe = Probe(handle=0, offset=0, expect=self.kv[0, 0, :64].tobytes())
+        return RankRegister(**{**fields, "probes": (probe,), **changes})
+
+    def register(self, fds=None, **changes) -> None:
+        socket.send_fds(
+            self.socket,
+            [frame(self.registration(**changes))],
+            [self.kv_fd, self.page_fd] if fds is None else fds,
+        )
+
+    def take(self, kind):
+        """The next message of the worker, which is of this type."""
+        while not self.inbox:
+            data, fds, _, _ = socket.recv_fds(self.socket, 1 << 16, 4)
+            if fds:
+                self.worker_pidfd = fds[0]
+            assert data, f"the tether ended; awaited {kind.__name__}"
+            self.inbox += [unpack(body) for body in self.deframer.feed(data)]
+        message = self.inbox.pop(0)
+        assert isinstance(message, kind), message
+        return message
+
+    def at_end(self) -> bool:
+        """Wait for the end of the tether."""
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def send(self, message) -> None:
+        self.socket.sendall(frame(message))
+
+    def close(self) -> None:
+        self.socket.close()
+        for fd in (self.kv_fd, self.page_fd, self.worker_pidfd):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+class Sidecar:
+    """A run dir, a pool file, the fake daemon, and one real worker process."""
+
+    def __init__(self, path: Path, pool_bytes: int = 1 << 20) -> None:
+        self.run_dir = RunDir.at(path)
+        pool.remove(self.run_dir.pool(0))
+        pool.create(self.run_dir.pool(0), pool_bytes, self.run_dir.instance)
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(self.run_dir.rank(0)))
+        self.listener.listen()
+        self.daemon = FakeDaemon(self.run_dir)
+        self.processes: list[subprocess.Popen] = []
+        self.control = self.spawn()
+
+    def spawn(self) -> Channel:
+        """Start a worker; the supervisor's end of its channel."""
+        control, theirs = Channel.pair()
+        with theirs:
+            self.processes.append(
+                subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "kvferry.gpu_worker", "--run-dir", str(self.run_dir.path)),
+                        *("--rank", "0", "--worker", str(WORKER_ID), "--listen-fd", str(self.listener.fileno())),
+                        *("--control-fd", str(theirs.fileno()), "--device", "cpu"),
+                    ],
+                    pass_fds=[self.listener.fileno(), theirs.fileno()],
+                )
+            )
+        return control
+
+    @property
+    def worker(self) -> subprocess.Popen:
+        return self.processes[0]
+
+    def hear(self, event: str) -> dict:
+        """The worker's next word on its control channel, which is this one."""
+        select.select([self.control], [], [], PATIENCE_S)
+        (said,) = self.control.receive()
+        assert said["event"] == event
+        return said
+
+    def make_spare(self) -> None:
+        """Let the worker greet the daemon and become ready."""
+        assert self.daemon.take(Hello).role == "worker"
+        self.daemon.send(Welcome(major=1, minor=0, boot=5, tp_size=1))
+        self.hear("ready")
+
+    def serve(self, rank: FakeRank, slots: int = 8) -> RankRegistered:
+        """Let the rank register and the daemon agree."""
+        rank.register()
+        attach = self.daemon.take(Attach)
+        assert (attach.worker, attach.engine_id) == (WORKER_ID, "e")
+        self.daemon.send(Attached(slots=slots))
+        self.hear("taken")
+        return rank.take(RankRegistered)
+
+    def plan(self, ticket: int, kind: Kind, blocks: list[int], slots: list[int], generation: int = 1) -> None:
+        self.daemon.send(
+            Plan(
+                planned_to=ticket,
+                tickets=pack_u64([ticket]),
+                jobs=pack_u64([1000 + ticket]),
+                kinds=pack_u8([kind]),
+                groups=pack_u8([0]),
+                counts=pack_u32([len(blocks)]),
+                slots=pack_u32(slots),
+                generations=pack_u64([generation] * len(slots)),
+                blocks=pack_u32(blocks),
+            )
+        )
+
+    def wait_exit(self, patience_s: float = PATIENCE_S) -> int:
+        """The worker's exit code; the daemon goes on acknowledging meanwhile."""
+
+        def ask():
+            self.daemon.turn()
+            return self.worker.poll() is not None
+
+        wait_for(ask, "exit of the worker", patience_s)
+        return self.worker.returncode
+
+    def close(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+        self.control.close()
+        self.daemon.close()
+        self.listener.close()
+        pool.remove(self.run_dir.pool(0))
+
+
+__all__ = ["Begin", "Cancel", "Done", "FakeDaemon", "FakeRank", "RankGone", "Refused", "Sidecar", "Words"]
