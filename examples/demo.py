@@ -203,7 +203,7 @@ def main() -> int:
     options = parser.parse_args()
     story, config = Story(), EngineConfig(num_blocks=288)
     if options.quick:
-        story, config = Story(conversations=2, turns=2, system=64, document=200), EngineConfig(num_blocks=28)
+        story, config = Story(conversations=2, turns=2, system=64, document=200), EngineConfig(num_blocks=36)
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
     try:
