@@ -108,6 +108,7 @@ class ClientCore:
         self.incarnation = 0
         self.boot = 0
         self._salt = settings.salt
+        self._registered_salt = settings.salt  # what the last Register named
         self._epoch = 0
         self._lookups = Lookups(settings.key_bytes, settings.patience_ns, self.counters)
         self._fence = FenceMirror()
@@ -191,6 +192,9 @@ class ClientCore:
             self.state = State.REGISTERED
             self.incarnation = msg.incarnation
             self.counters.attaches += 1
+            if self._salt != self._registered_salt:
+                # Rotated while the registration was on its way: it named a namespace that is ours no more.
+                self._out.append(Rotate(salt=self._salt))
             self._on_ranks(msg)
         elif isinstance(msg, RanksChanged) and self.state is State.REGISTERED:
             self._on_ranks(msg)
@@ -427,6 +431,7 @@ class ClientCore:
     def _on_welcome(self, msg: Welcome) -> None:
         settings = self.settings
         self.boot = msg.boot
+        self._registered_salt = self._salt
         self.state = State.REGISTERING
         self._out.append(
             Register(
