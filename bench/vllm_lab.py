@@ -114,7 +114,7 @@ def start_engine(
         "model": str(model),
         "dtype": "float32",
         "enforce_eager": True,
-        "max_model_len": 8192,
+        "max_model_len": min(8192, (num_blocks - 1) * block_size),
         "max_num_batched_tokens": 8192,
         "block_size": block_size,
         "num_gpu_blocks_override": num_blocks,

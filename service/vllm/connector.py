@@ -253,6 +253,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 kv_caches,
                 self._vllm_config,
                 self._kv_cache_config,
+                rank=_rank(),
                 engine_id=self._engine_id(),
                 run_dir=self._options.run_dir,
                 facts=self._facts,
@@ -304,6 +305,14 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """How long this rank's loads took."""
         words = self._rank.words() if self._rank is not None else None
         return None if words is None else KvferryWorkerMetadata(words)
+
+
+def _rank() -> int:
+    """This process's rank within its engine, as the sidecar counts them: all tensor ranks of one stage first."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    tensor = get_tp_group()
+    return int(get_pp_group().rank_in_group * tensor.world_size + tensor.rank_in_group)
 
 
 def _note(text: str) -> None:
