@@ -133,5 +133,5 @@ class KeyIndex:
         self.num -= 1
 
     def __iter__(self) -> Iterator[Entry]:
-        for shard in self._shards:
+        for shard in self._shards if self.num else ():
             yield from shard.values()
