@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pydantic_core import PydanticUndefined
 
+from kvferry.cli.main import COMMANDS
 from kvferry.net.paths import RunDir
 from kvferry.proto import layout, limits, link, outcome, page, tether, version
 from kvferry.proto.codec import MESSAGES
@@ -192,8 +193,24 @@ def test_the_daemon_takes_from_each_role_what_the_document_allows_it(role: str) 
         assert refused == (tag not in allowed[role]), f"{tag} from a {role}"
 
 
+PAGES = [*DOCS.rglob("*.md"), DOCS.parent / "CONTRIBUTING.md"]
+
+
+def test_files_that_the_documents_name_are_there() -> None:
+    for page_path in PAGES:
+        rooms = "proto|service|scheduler_daemon|gpu_worker|tests|docs|bench|examples"
+        for named in re.findall(rf"`((?:{rooms})/[\w./-]*)`", page_path.read_text()):
+            assert (DOCS.parent / named).exists(), f"{page_path.name} names {named}"
+
+
+def test_every_command_stands_in_the_readme() -> None:
+    readme = (DOCS.parent / "README.md").read_text()
+    missing = [name for name in COMMANDS if f"`kvferry {name}" not in readme]
+    assert not missing, f"README.md's table of commands lacks {missing}"
+
+
 def test_links_within_the_documents_lead_somewhere() -> None:
-    for path in DOCS.rglob("*.md"):
+    for path in PAGES:
         text = path.read_text()
         anchors = {
             re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-")

@@ -23,6 +23,7 @@ CORES = [
     "gpu_worker/layout.py",
     "service/client/core.py",
     "service/client/*_core.py",
+    "service/supervise/core.py",
 ]
 IMPURE = {
     "zmq": "give the core an event, and let it return an action",
