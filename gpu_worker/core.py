@@ -17,7 +17,7 @@ Laws, each with a test:
   * each begun ticket gets one word, each planned job one done, in any order of messages.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -40,12 +40,14 @@ from kvferry.gpu_worker.api import (
 from kvferry.gpu_worker.plans import PlannedJob, jobs_of, what_is_wrong
 from kvferry.gpu_worker.queue import ORDER, CopyQueue
 from kvferry.gpu_worker.reports import Reports, microseconds
-from kvferry.gpu_worker.revokes import Revokes
 from kvferry.gpu_worker.tickets import RUNNING, Ending, Move, State, Tickets, Transfer
 from kvferry.proto.columns import u64
 from kvferry.proto.hot import Cancel, Plan
 from kvferry.proto.outcome import Kind, Outcome
 from kvferry.proto.tether import Begin, CancelTickets
+
+# No store has this ticket: the page names it as revoked when its ring was overrun.
+OVERRUN: Final = 0
 
 
 class WorkerCore:
@@ -61,7 +63,6 @@ class WorkerCore:
         self._headers = headers
         self._tickets = Tickets()
         self._queue = CopyQueue(settings)
-        self._revokes = Revokes(page, settings.begin_ns)
         self._reports = Reports()
         self._planned_to = 0
         self._rank_lost = False
@@ -202,7 +203,6 @@ class WorkerCore:
         else:
             self._tickets.move(transfer, Move.BEGIN, now_ns + self._settings.mark_ns)
         transfer.is_begun, transfer.mark, transfer.begun_ns = True, mark, now_ns
-        transfer.is_revoked |= self._revokes.may_have_missed(mark, now_ns)
 
     # ---- marks, bounds, the queue --------------------------------------------------------------
 
@@ -212,9 +212,7 @@ class WorkerCore:
             return
         reached = self._page.mark()
         for transfer in paired:
-            if transfer.kind is Kind.STORE and transfer.is_revoked:
-                self._end(transfer, Outcome.REVOKED, now_ns)
-            elif transfer.mark <= reached:
+            if transfer.mark <= reached:
                 self._tickets.move(transfer, Move.MARK)
                 transfer.to_copy = np.arange(len(transfer.blocks), dtype=np.uint32)
                 self._queue.push(transfer)
@@ -237,8 +235,8 @@ class WorkerCore:
         for kind in ORDER:
             while (transfer := self._queue.head(kind)) is not None:
                 if transfer.state is State.READY:
-                    if transfer.kind is Kind.STORE and transfer.is_revoked:
-                        self._end(transfer, Outcome.REVOKED, now_ns)
+                    if transfer.kind is Kind.STORE and self._is_revoked(transfer):
+                        self._end(transfer, Outcome.REVOKED, now_ns)  # spares a copy; proves nothing for others
                         continue
                     self._tickets.move(transfer, Move.START)
                     transfer.submitted_ns = now_ns
@@ -279,23 +277,26 @@ class WorkerCore:
     def _over(self, transfer: Transfer, now_ns: int) -> None:
         """The last byte has been moved: judge the copy, then report it."""
         if transfer.kind is Kind.STORE:
-            self._judge_store(transfer, now_ns)
+            self._judge_store(transfer)
         else:
             self._judge_load(transfer)
         self._report(transfer, transfer.outcome, now_ns)
         self._tickets.move(transfer, Move.OVER)
 
-    def _judge_store(self, transfer: Transfer, now_ns: int) -> None:
+    def _judge_store(self, transfer: Transfer) -> None:
         self._page.copy_ended(transfer.ticket)
-        # Only now, after the last byte: an earlier look proves nothing. All live tickets are asked
-        # for, because a ring that was overrun tells it once.
-        self._revokes.look(self._tickets, now_ns)
-        if transfer.outcome is not Outcome.OK:
-            return
-        if transfer.is_revoked:
+        # Only now, after the last byte: an earlier look proves nothing.
+        is_revoked = self._is_revoked(transfer)
+        if transfer.outcome is Outcome.OK and is_revoked:
             transfer.outcome = Outcome.REVOKED
-            return
-        self._headers.close(transfer.slots, transfer.generations)
+        elif transfer.outcome is Outcome.OK:
+            self._headers.close(transfer.slots, transfer.generations)
+
+    def _is_revoked(self, transfer: Transfer) -> bool:
+        revoked = self._page.revoked([OVERRUN, transfer.ticket])
+        if OVERRUN in revoked:
+            self._count("revoke_overruns")
+        return transfer.ticket in revoked
 
     def _judge_load(self, transfer: Transfer) -> None:
         if transfer.outcome is not Outcome.OK:
@@ -338,7 +339,7 @@ class WorkerCore:
             failed = self._failed_blocks(transfer, outcome)
             self._reports.word(transfer.ticket, transfer.kind, outcome, wait_us, copy_us, failed.tolist())
         self._tickets.remember(transfer.ticket, Ending(transfer.job, transfer.kind, outcome, is_told))
-        self._revokes.forget(transfer.ticket)
+        self._page.forget([transfer.ticket])
         self._count(f"{transfer.kind.name.lower()}_{outcome.name.lower()}")
 
     @staticmethod

@@ -90,7 +90,6 @@ class Transfer:
     num_submitted: int = 0  # leading positions of `to_copy` handed to the device
     num_running: int = 0  # batches at the device
     submitted_ns: int = 0  # when the first batch was handed over; 0: not yet
-    is_revoked: bool = False
     outcome: Outcome = Outcome.OK  # the worst so far
 
     @property
