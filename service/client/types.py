@@ -73,6 +73,9 @@ class RankReport:
     loads: tuple[LoadEnd, ...] = ()
     stores: tuple[int, ...] = ()  # tickets whose copy no longer reads their blocks at this rank
 
+    def __bool__(self) -> bool:
+        return bool(self.loads or self.stores)
+
 
 @dataclass(slots=True)
 class ClientCounters:
