@@ -196,7 +196,7 @@ class Engine:
         }
         return self.world.send(self.link, Register(**{**fields, **change}))
 
-    def attach(self, rank: int, **change: Any) -> list[Action]:
+    def attach(self, rank: int, /, **change: Any) -> list[Action]:
         worker = self.world.new_worker()
         link = self.world.open("worker")
         self.worker[rank], self.worker_link[rank] = worker, link
