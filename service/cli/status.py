@@ -7,7 +7,7 @@ from typing import Any
 
 from kvferry.cli.ask import ask_status
 from kvferry.cli.flags import add_settings, settings_of
-from kvferry.supervise.rundir import read_lock
+from kvferry.supervise.rundir import SERVING, read_lock
 
 HELP = "show what the sidecar holds and does"
 
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     if holder is None:
         return _absent(arguments.json, f"no kvferry runs at {run_dir.path}", "absent")
     pid, doing = holder
-    if doing != "serving":
+    if doing != SERVING:
         return _absent(arguments.json, f"kvferry (pid {pid}) at {run_dir.path} is {doing}", doing)
     status = {"state": doing, "run_dir": str(run_dir.path), "pid": pid, **ask_status(run_dir)}
     if arguments.json:

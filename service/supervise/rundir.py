@@ -12,6 +12,8 @@ from kvferry.net.paths import RunDir
 from kvferry.proto.errors import ConfigError
 from kvferry.units import format_bytes
 
+SERVING = "serving"  # what the lock file says when the daemon answers
+
 
 def make_private(run_dir: RunDir) -> bool:
     """Make the directory with mode 0700 if it is missing; True if it was.

@@ -46,13 +46,21 @@ from kvferry.supervise.api import (
     TimePassed,
 )
 from kvferry.supervise.children import Process
-from kvferry.supervise.core import Rules, Supervisor
+from kvferry.supervise.core import Phase, Rules, Supervisor
 from kvferry.supervise.progress import Progress
+from kvferry.supervise.rundir import SERVING
 from kvferry.units import format_bytes
 
 log = logging.getLogger("kvferry.up")
 
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# What `kvferry status` is told, through the lock file, of each phase.
+SAYS: Final = {
+    Phase.STARTING: "starting its processes",
+    Phase.SERVING: SERVING,
+    Phase.EMPTYING: "starting again: the daemon died",
+    Phase.STOPPING: "stopping",
+}
 # (file, bytes for slots, instance, progress(done, total)): `kvferry.gpu_worker.pool.create`, or a stand-in
 MakePool = Callable[[Path, int, str, Callable[[int, int], None]], None]
 
@@ -62,15 +70,19 @@ class Interrupted(Exception):  # noqa: N818 - no error
 
 
 class Signals:
-    """Stop signals as a readable descriptor and a question."""
+    """Stop signals as a readable descriptor and a question.
+
+    Handled to the very end of the process: a second Ctrl-C must not cut the cleaning up short.
+    """
 
     def __init__(self) -> None:
         self._read, self._write = socket.socketpair()
         self._read.setblocking(False)
         self._write.setblocking(False)
         self.got: signal.Signals | None = None
-        self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
-        self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
 
     def fileno(self) -> int:
         return self._read.fileno()
@@ -84,10 +96,8 @@ class Signals:
             pass
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
-        signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        """Wake nobody any more."""
+        signal.set_wakeup_fd(-1)
         self._read.close()
         self._write.close()
 
@@ -199,7 +209,11 @@ class Sidecar:
     # ---- what the core decided -----------------------------------------------------------------------
 
     def _do(self, event: Event) -> None:
-        for action in self._core.step(event, time.monotonic_ns()):
+        before = self._core.phase
+        actions = self._core.step(event, time.monotonic_ns())
+        if self._core.phase is not before and self._core.phase in SAYS:
+            self._lock.say(SAYS[self._core.phase])
+        for action in actions:
             self._carry_out(action)
 
     def _carry_out(self, action: Action) -> None:
@@ -278,7 +292,6 @@ class Sidecar:
 
     def _tell_ready(self, again: bool) -> None:
         s = self._settings
-        self._lock.say("serving")
         took = "again, with an empty pool" if again else f"in {time.monotonic() - self._started:.1f} s"
         ranks = "1 rank" if s.tp_size == 1 else f"{s.tp_size} ranks"
         print(  # noqa: T201

@@ -109,13 +109,14 @@ class Sidecar:
 
     def daemon(self) -> int:
         """Pid of the daemon."""
-        return self._with("kvferry.scheduler_daemon")[0]
+        return self.pids_of("kvferry.scheduler_daemon")[0]
 
     def workers(self, rank: int) -> list[int]:
         """Pids of the workers of one rank."""
-        return self._with("kvferry.gpu_worker", "--rank", str(rank))
+        return self.pids_of("kvferry.gpu_worker", "--rank", str(rank))
 
-    def _with(self, *words: str) -> list[int]:
+    def pids_of(self, *words: str) -> list[int]:
+        """Pids of the children that run this module, with this flag at this value."""
         found = []
         for pid in sorted(self.children()):
             try:
@@ -141,6 +142,10 @@ class Sidecar:
         self.children()
         if self._process.poll() is None:
             self._process.send_signal(number)
+        return self.wait(timeout_s)
+
+    def wait(self, timeout_s: float = 15.0) -> int:
+        """Wait for the supervisor to end by itself; its exit code."""
         code = self._process.wait(timeout_s)
         self._reader.join(5)
         return code

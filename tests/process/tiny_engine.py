@@ -43,6 +43,7 @@ class TinyEngine:
             num_blocks=blocks,
             block_tokens=16,
             run_dir=sidecar.run_dir,
+            patience_s=5.0,  # a busy test machine is not what these tests are about
             on_note=self.notes.append,
         )
 

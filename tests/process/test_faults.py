@@ -1,0 +1,102 @@
+"""Kill each process of a sidecar under a living engine: the engine goes on, and all is back soon."""
+
+import os
+import signal
+
+import pytest
+
+from kvferry import Outcome
+from tests.process.sidecar import Sidecar, alive, until
+from tests.process.tiny_engine import TinyEngine, keys_of
+
+pytestmark = pytest.mark.process
+
+
+def attached(engine: TinyEngine) -> bool:
+    """Whether client and all ranks are served; lets both sides look."""
+    engine.client.poll()
+    for rank in engine.ranks:
+        rank.poll()
+    return engine.client.attached and all(rank.attached for rank in engine.ranks)
+
+
+def round_trip(engine: TinyEngine, name: str) -> None:
+    """Store fresh bytes under fresh keys, load them elsewhere, compare."""
+    keys, blocks, others = keys_of(name, 3), [0, 1, 2], [5, 6, 7]
+    engine.fill(blocks, seed=len(name))
+    before = engine.bytes_of(blocks)
+    assert engine.store(name, keys, blocks) is Outcome.OK
+    assert engine.hits(name + "'", keys) == 3
+    assert all(end.ok for end in engine.load(name + "'", keys, others))
+    assert engine.bytes_of(others) == before
+
+
+def test_a_killed_daemon_comes_back_with_a_new_boot_and_an_empty_pool_and_the_engine_attaches_by_itself(
+    sidecar: Sidecar,
+) -> None:
+    """Case 45: the way back is the way in, with the same code, in the background."""
+    with TinyEngine(sidecar) as engine:
+        assert engine.client.wait_attached(10)
+        round_trip(engine, "first")
+        boot = sidecar.status()["boot"]
+        os.kill(sidecar.daemon(), signal.SIGKILL)
+        until(lambda: not attached(engine), what="the loss was noticed")
+        # Meanwhile the engine lives on misses.
+        assert engine.hits("meanwhile", keys_of("first", 3)) == 0
+        until(lambda: attached(engine), 20, "attached again")
+        status = sidecar.status()
+        assert status["boot"] != boot
+        assert engine.hits("after", keys_of("first", 3)) == 0
+        round_trip(engine, "second")
+        assert any("again, with an empty pool" in line for line in sidecar.lines)
+
+
+def test_a_daemon_may_die_several_times(sidecar: Sidecar) -> None:
+    with TinyEngine(sidecar) as engine:
+        for turn in range(3):
+            until(lambda: attached(engine), 20, f"attached, turn {turn}")
+            round_trip(engine, "x" * (turn + 1))
+            os.kill(sidecar.daemon(), signal.SIGKILL)
+            until(lambda: not attached(engine), what=f"the loss was noticed, turn {turn}")
+        until(lambda: attached(engine), 20, "attached at last")
+
+
+def test_a_killed_worker_is_replaced_and_its_rank_attaches_to_the_spare_within_the_same_registration(
+    sidecar: Sidecar,
+) -> None:
+    with TinyEngine(sidecar) as engine:
+        assert engine.client.wait_attached(10)
+        round_trip(engine, "first")
+        before = {rank.worker_pid for rank in engine.ranks}
+        os.kill(engine.ranks[1].worker_pid, signal.SIGKILL)
+        until(lambda: not engine.client.attached or engine.ranks[1].worker_pid not in before, what="noticed")
+        until(lambda: attached(engine) and engine.ranks[1].worker_pid not in before, 20, "attached again")
+        # Rank 0 kept its worker, the pool kept its bytes.
+        assert engine.ranks[0].worker_pid in before
+        assert engine.hits("after", keys_of("first", 3)) == 3
+        assert all(end.ok for end in engine.load("after", keys_of("first", 3), [10, 11, 12]))
+        round_trip(engine, "second")
+    until(lambda: len(sidecar.children()) == 3, what="one daemon and two spares")
+
+
+def test_a_killed_spare_is_replaced(sidecar: Sidecar) -> None:
+    [spare] = sidecar.workers(0)
+    os.kill(spare, signal.SIGKILL)
+    until(lambda: (found := sidecar.workers(0)) and found != [spare], what="another spare")
+    with TinyEngine(sidecar) as engine:
+        assert engine.client.wait_attached(10)
+        round_trip(engine, "x")
+
+
+def test_a_daemon_that_keeps_dying_is_given_up_in_one_line_and_nothing_is_left() -> None:
+    sidecar = Sidecar(tp_size=1)
+    try:
+        for _ in range(6):
+            [daemon] = until(lambda: sidecar.pids_of("kvferry.scheduler_daemon"), 10, "a daemon")
+            os.kill(daemon, signal.SIGKILL)
+            until(lambda pid=daemon: not alive(pid), 10)  # type: ignore[misc]
+        assert sidecar.wait() == 1
+        assert "kvferry: giving up: 6 children died within 30 s, the last: daemon ended by signal 9" in sidecar.lines
+        assert sidecar.leftovers() == []
+    finally:
+        sidecar.kill()

@@ -1,0 +1,62 @@
+"""The control channel: packets whole and in order, never a wait, and an end that is seen."""
+
+import os
+
+from kvferry.net.channel import Channel
+
+
+def linked() -> tuple[Channel, Channel]:
+    ours, theirs = Channel.pair()
+    return ours, Channel(theirs)
+
+
+def test_events_come_whole_and_in_order_both_ways() -> None:
+    one, two = linked()
+    for number in range(3):
+        one.send({"event": "reaped", "worker": (1 << 64) - 1 - number})
+    two.send({"event": "ready"})
+    assert [event["worker"] for event in two.receive()] == [(1 << 64) - 1 - number for number in range(3)]
+    assert one.receive() == [{"event": "ready"}]
+    assert one.receive() == []
+    one.close()
+    two.close()
+
+
+def test_the_other_sides_end_is_seen_after_its_last_words() -> None:
+    one, two = linked()
+    two.send({"event": "taken", "engine": "e"})
+    two.close()
+    assert one.receive() == [{"event": "taken", "engine": "e"}]
+    assert one.ended
+    one.send({"event": "stop"})
+    assert not one.pending
+    one.close()
+
+
+def test_what_a_slow_reader_leaves_waits_and_nothing_is_lost_or_blocks() -> None:
+    one, two = linked()
+    sent = 0
+    while not one.pending:
+        one.send({"event": "reaped", "worker": sent})
+        sent += 1
+    for _ in range(5):
+        one.send({"event": "reaped", "worker": sent})
+        sent += 1
+    got: list[int] = []
+    while len(got) < sent:
+        got += [event["worker"] for event in two.receive()]
+        one.flush()
+    assert got == list(range(sent))
+    assert not one.pending
+    one.close()
+    two.close()
+
+
+def test_a_childs_end_is_not_handed_on_to_its_own_children() -> None:
+    ours, theirs = Channel.pair()
+    fd = theirs.detach()
+    os.set_inheritable(fd, True)
+    child = Channel.inherited(fd)
+    assert not os.get_inheritable(fd)
+    child.close()
+    ours.close()

@@ -1,0 +1,118 @@
+"""The run directory: who may use it, who holds it, and what is swept."""
+
+import fcntl
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvferry.net.paths import RunDir
+from kvferry.proto.errors import ConfigError
+from kvferry.supervise import rundir
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A private directory, with a stand-in for /dev/shm beside it."""
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    monkeypatch.setattr("kvferry.net.paths.SHM", shm)
+    one = RunDir.at(tmp_path / "run")
+    assert rundir.make_private(one)
+    return one
+
+
+def test_a_directory_that_was_there_is_kept_and_closed_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "open"
+    path.mkdir(mode=0o755)
+    assert rundir.make_private(RunDir.at(path)) is False
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs to give a directory away")
+def test_another_users_directory_is_refused_with_both_users(tmp_path: Path) -> None:
+    path = tmp_path / "theirs"
+    path.mkdir(mode=0o700)
+    os.chown(path, 12345, -1)
+    with pytest.raises(ConfigError, match=r"run_dir\.owner: .* belongs to user 12345; this is user 0") as error:
+        rundir.make_private(RunDir.at(path))
+    assert "--run-dir" in error.value.fix
+
+
+def test_the_lock_is_held_by_one_and_says_what_it_does(run_dir: RunDir) -> None:
+    """Case 50: starting is a state with progress that can be asked for."""
+    assert rundir.read_lock(run_dir) is None
+    lock = rundir.Lock(run_dir)
+    lock.say("starting: pool 3.0 GiB of 8.0 GiB")
+    assert rundir.read_lock(run_dir) == (os.getpid(), "starting: pool 3.0 GiB of 8.0 GiB")
+    lock.say("serving")
+    assert rundir.read_lock(run_dir) == (os.getpid(), "serving")
+    with pytest.raises(ConfigError, match=rf"run_dir\.locked: another kvferry \(pid {os.getpid()}\) serves"):
+        rundir.Lock(run_dir)
+    lock.release()
+    assert rundir.read_lock(run_dir) is None
+    assert not run_dir.lock.exists()
+    rundir.Lock(run_dir).release()
+
+
+def test_a_lock_file_that_nobody_holds_is_no_sidecar(run_dir: RunDir) -> None:
+    """Never decide by a pid: the number may be a stranger's by now."""
+    run_dir.lock.write_text(f"{os.getpid()}\nserving\n")
+    assert rundir.read_lock(run_dir) is None
+    rundir.Lock(run_dir).release()
+
+
+def test_the_sweep_takes_our_own_files_and_no_others(run_dir: RunDir) -> None:
+    """Case 32."""
+    run_dir.pool(0).write_bytes(bytes(4096))
+    run_dir.table.write_bytes(b"")
+    stranger = run_dir.table.parent / "kvferry-0123456789-r0"
+    stranger.write_bytes(b"")
+    run_dir.daemon.write_bytes(b"")
+    run_dir.rank(1).write_bytes(b"")
+    (run_dir.path / "notes.txt").write_text("mine")
+    lines = rundir.sweep(run_dir)
+    assert len(lines) == 2
+    assert f"removed {run_dir.pool(0)}, 4.0 KiB, left by a kvferry that was killed" in lines
+    assert list(run_dir.path.iterdir()) == [run_dir.path / "notes.txt"]
+    assert list(run_dir.table.parent.iterdir()) == [stranger]
+
+
+def test_a_pool_that_a_process_still_maps_is_never_taken_from_it(run_dir: RunDir) -> None:
+    run_dir.pool(0).write_bytes(b"")
+    with run_dir.pool(0).open() as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        with pytest.raises(ConfigError, match=r"pool\.in_use"):
+            rundir.sweep(run_dir, patience_s=0.0)
+        assert run_dir.pool(0).exists()
+
+
+def test_a_process_that_is_just_ending_is_waited_for(run_dir: RunDir) -> None:
+    run_dir.pool(0).write_bytes(b"")
+    held = run_dir.pool(0).open()
+    fcntl.flock(held, fcntl.LOCK_SH)
+    timer = threading.Timer(0.1, held.close)
+    timer.start()
+    assert len(rundir.sweep(run_dir, patience_s=10)) == 1
+    timer.join()
+
+
+def test_cleaning_up_leaves_what_is_not_ours(run_dir: RunDir) -> None:
+    run_dir.pool(0).write_bytes(b"")
+    run_dir.tether.write_bytes(b"")
+    rundir.clean_up(run_dir)
+    rundir.remove_if_empty(run_dir)
+    assert not run_dir.path.exists()
+    run_dir.path.mkdir()
+    (run_dir.path / "kvferry.toml").write_text("")
+    rundir.clean_up(run_dir)
+    rundir.remove_if_empty(run_dir)
+    assert (run_dir.path / "kvferry.toml").exists()
+
+
+def test_a_listener_is_private_and_does_not_block(run_dir: RunDir) -> None:
+    with rundir.listen(run_dir.rank(0)) as listener:
+        assert run_dir.rank(0).stat().st_mode & 0o777 == 0o600
+        with pytest.raises(BlockingIOError):
+            listener.accept()
