@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvferry.proto import limits
-from kvferry.proto.columns import u32
+from kvferry.proto.columns import sum_counts
 from kvferry.proto.errors import RemoteProtocolError
 from kvferry.proto.ids import U32_MAX
 from kvferry.proto.outcome import Ended, Kind, Next, Outcome, Reason
@@ -24,10 +24,6 @@ def _check_keys(keys: bytes, key_bytes: int, count: int) -> None:
         )
     if len(keys) != count * key_bytes:
         raise ValueError(f"keys have {len(keys)} bytes; {count} keys of {key_bytes} bytes are {count * key_bytes}")
-
-
-def _sum(counts: bytes) -> int:
-    return int(u32(counts).sum(dtype="uint64"))
 
 
 @message("lookup")
@@ -107,7 +103,7 @@ class Step:
         same_length(self, "store_tickets", "store_requests", "store_groups", "store_counts")
         same_length(self, "load_tickets", "load_requests", "load_leases", "load_groups", "load_counts")
         same_length(self, "end_requests", "end_reasons")
-        stored, loaded = _sum(self.store_counts), _sum(self.load_counts)
+        stored, loaded = sum_counts(self.store_counts), sum_counts(self.load_counts)
         if stored != len(self.store_blocks) // 4:
             raise ValueError(f"store_counts add up to {stored}, store_blocks has {len(self.store_blocks) // 4}")
         if loaded != len(self.load_blocks) // 4:
@@ -186,8 +182,8 @@ class Plan:
     def check(self) -> None:
         same_length(self, "tickets", "jobs", "kinds", "groups", "counts")
         same_length(self, "slots", "generations", "blocks")
-        if _sum(self.counts) != len(self.slots) // 4:
-            raise ValueError(f"counts add up to {_sum(self.counts)}, slots has {len(self.slots) // 4}")
+        if sum_counts(self.counts) != len(self.slots) // 4:
+            raise ValueError(f"counts add up to {sum_counts(self.counts)}, slots has {len(self.slots) // 4}")
 
 
 @message("cancel")

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field
 
 from kvferry.proto import limits, version
-from kvferry.proto.columns import u32
+from kvferry.proto.columns import sum_counts
 from kvferry.proto.control import Control, Facts, Rank, Text, WorldSize
 from kvferry.proto.errors import LocalProtocolError, RemoteProtocolError
 from kvferry.proto.layout import Layout, U32Field, U64Field, Wire
@@ -126,7 +126,7 @@ class Words:
 
     def check(self) -> None:
         same_length(self, "tickets", "kinds", "outcomes", "wait_us", "copy_us", "failed_counts")
-        failed = int(u32(self.failed_counts).sum(dtype="uint64"))
+        failed = sum_counts(self.failed_counts)
         if failed != len(self.failed_blocks) // 4:
             raise ValueError(f"failed_counts add up to {failed}, failed_blocks has {len(self.failed_blocks) // 4}")
 

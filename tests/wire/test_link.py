@@ -48,7 +48,7 @@ def test_a_frame_unpacks_to_what_was_packed(kind: FrameKind, link: int, seq: int
     assert unpack_frame(raw) == Frame(kind, LinkId(link), seq, ack, body)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.binary(max_size=80))
 def test_random_bytes_are_no_frame(raw: bytes) -> None:
     for attempt in (raw, b"kF" + raw, b"kF\1" + raw):
@@ -270,7 +270,7 @@ class Carrier:
         self.held.clear()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_over_any_carrier_each_body_arrives_once_and_in_order(data: st.DataObject) -> None:
     """The twin is the list of what was sent: what arrived is always a beginning of it, and in calm all of it."""

@@ -185,7 +185,7 @@ def only_refuses(raw: bytes) -> None:
         assert error.code in CODES
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused_by_name(raw: bytes) -> None:
     only_refuses(raw)
@@ -203,7 +203,7 @@ WILD = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(tag=st.sampled_from(sorted(MESSAGES)), body=st.lists(WILD, max_size=22))
 def test_a_known_tag_with_any_body_is_a_message_or_refused_by_name(tag: str, body: list[Any]) -> None:
     only_refuses(msgpack.packb([tag, *body]))

@@ -4,6 +4,7 @@ Modules are found by glob, so a new core is held to this from its first line.
 """
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ IMPURE = {
 }
 
 
+@cache
 def file_of(module: str) -> Path | None:
     """The file of a kvferry module in this tree; None for anything else."""
     for package, folder in PACKAGES.items():
@@ -54,6 +56,7 @@ def file_of(module: str) -> Path | None:
     return None
 
 
+@cache
 def imports_of(path: Path) -> list[tuple[int, str]]:
     """(line, module) of each import in a file; `from a import b` gives a and a.b."""
     found = []
