@@ -1,0 +1,219 @@
+"""One engine rank: a real rank core, a shared page, and a simulated device that computes.
+
+    host    obey(work): revoke ─ begin_loads(m1) ─ launch forward ─ begin_stores(m2)
+    stream              zero ─ [mark m1] ─ read, write first halves ── read, write second halves ─ [mark m2] ─ report
+
+On a CPU engine the host is the stream: it moves the marks itself and begins a step's stores after its
+forward. On a streaming engine the host runs ahead, announces marks that the stream reaches later, and is
+already busy with the next step meanwhile.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from kvferry.client.rank_core import RankCore
+from kvferry.client.types import RankReport
+from kvferry.proto import limits
+from kvferry.proto.columns import u64
+from kvferry.proto.layout import Layout
+from kvferry.proto.outcome import Kind, Outcome
+from kvferry.proto.page import PageWriter
+from kvferry.proto.tether import Begin, RankRegister, RankRegistered, Words
+
+from .clock import MS, US, Clock
+from .engine import Work
+from .ledger import Broken, Ledger, Meaning
+from .log import Log
+from .memory import ZERO, Halves, Stamps
+from .net import StreamEnd
+from .sidecar import Worker
+
+
+class Rank:
+    """One rank of one engine."""
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        clock: Clock,
+        log: Log,
+        rng: random.Random,
+        stamps: Stamps,
+        ledger: Ledger,
+        num_blocks: int,
+        is_stream: bool,
+        forward_ns: tuple[int, int],
+        report: Callable[[int, int, RankReport], None],
+    ) -> None:
+        self.name = name
+        self.rank = rank
+        self.memory = Halves(num_blocks)
+        self.page = bytearray(limits.PAGE_BYTES)
+        self.core = RankCore()
+        self.worker: Worker
+        self.tether: StreamEnd
+        self._writer = PageWriter(memoryview(self.page))
+        self._clock = clock
+        self._log = log
+        self._rng = rng
+        self._stamps = stamps
+        self._ledger = ledger
+        self._is_stream = is_stream
+        self._forward_ns = forward_ns
+        self._report = report
+        self._announced = 0  # marks promised
+        self._stream_free_ns = 0
+        self._arrives_ns = 0
+        self._reports_ns = 0
+        self.begun: dict[int, int] = {}  # ticket -> mark
+        self._revoked: set[int] = set()
+        self._loading: dict[int, tuple[Meaning, tuple[tuple[int, bytes], ...]]] = {}
+        self._reported: set[int] = set()
+        self._armed_ns: int | None = None
+
+    # ---- the tether -----------------------------------------------------------------------------------
+
+    def register(self, engine_id: str, world_size: int, layout: Layout, facts: dict[str, str]) -> None:
+        """Show the memory to the worker."""
+        self.tether.send(
+            RankRegister(engine_id=engine_id, rank=self.rank, world_size=world_size, layout=layout, facts=facts)
+        )
+
+    def from_worker(self, message: Any) -> None:
+        """A message came in on the tether."""
+        self._log(self.name, "<- worker: {}", message)
+        match message:
+            case RankRegistered(worker=worker):
+                self.core.attach(worker)
+            case Words():
+                self.core.on_message(message, self.worker.id)
+            case _:
+                raise Broken(f"{self.name}: its worker sends {message}")
+
+    def _flush(self) -> None:
+        for message in self.core.outgoing():
+            self._log(self.name, "-> worker: {}", message)
+            if isinstance(message, Begin):
+                self.begun.update(dict.fromkeys(u64(message.tickets).tolist(), message.mark))
+            self.tether.send(message)
+        due = self.core.next_due_ns()
+        if due is not None and (self._armed_ns is None or due < self._armed_ns):
+            self._armed_ns = due
+            self._clock.at(due, self._tick, due)
+
+    def _tick(self, armed_ns: int) -> None:
+        if self._armed_ns == armed_ns:
+            self._armed_ns = None
+            self.core.tick(self._clock.now_ns)
+            self._flush()
+
+    # ---- work -----------------------------------------------------------------------------------------
+
+    def send(self, work: Work) -> None:
+        """The scheduler hands over one step; steps arrive in order."""
+        self._arrives_ns = max(self._arrives_ns, self._clock.now_ns + self._rng.randrange(20 * US, 3 * MS))
+        self._clock.at(self._arrives_ns, self._obey, work)
+
+    def _obey(self, work: Work) -> None:
+        now = self._clock.now_ns
+        if not self._is_stream and now < self._stream_free_ns:
+            self._clock.at(self._stream_free_ns, self._obey, work)
+            return
+        directive = work.directive
+        if directive.revokes:
+            self._writer.revoke(directive.revokes)
+            self._revoked.update(directive.revokes)
+        self._loading.update(work.loading)
+        marks = (self._announced + 1, self._announced + 2)
+        self._announced += 2
+        if self._is_stream:
+            self.core.begin_loads(directive, marks[0], now)
+            self.core.begin_stores(directive, marks[1])
+            self._flush()
+        starts = max(now, self._stream_free_ns) + self._rng.randrange(5 * US, 200 * US)
+        ends = starts + self._rng.randrange(*self._forward_ns)
+        self._stream_free_ns = ends + 1
+        self._clock.at(starts, self._start, work, marks[0])
+        self._clock.at(ends, self._end, work, marks[1])
+
+    def _signal(self, mark: int) -> None:
+        if self._writer.signal() != mark:
+            raise Broken(f"{self.name}: mark {mark} was announced, {self._writer.mark()} was reached")
+
+    def _start(self, work: Work, mark: int) -> None:
+        for block in work.zeros:
+            self._overwrite(block)
+            self.memory.write(block, ZERO)
+        self._signal(mark)
+        if not self._is_stream:
+            self.core.begin_loads(work.directive, mark, self._clock.now_ns)
+            self._flush()
+        self._read(work)
+        for block, key in work.writes:
+            self._overwrite(block)
+            self.memory.half[0][block] = self._stamps.of(work.meaning, key, self.rank)
+
+    def _end(self, work: Work, mark: int) -> None:
+        self._read(work)
+        for block, key in work.writes:
+            self._overwrite(block)
+            self.memory.half[1][block] = self._stamps.of(work.meaning, key, self.rank)
+        self._signal(mark)
+        if not self._is_stream:
+            self.core.begin_stores(work.directive, mark)
+            self._flush()
+        report = self.core.poll()
+        for end in report.loads:
+            if end.ticket in self._reported:
+                raise Broken(f"I4: {self.name} reports load {end.ticket} twice")
+            self._reported.add(end.ticket)
+            meaning, blocks = self._loading.pop(end.ticket)
+            if end.ok:
+                for block, key in blocks:
+                    self._holds(block, meaning, key, f"I1: load {end.ticket} ended OK")
+            elif not end.failed_blocks or not {block for block, _ in blocks}.issuperset(end.failed_blocks):
+                raise Broken(
+                    f"I4: {self.name}: load {end.ticket} failed {Outcome(end.outcome).name} naming {end.failed_blocks}"
+                )
+        self._log(self.name, "did step {}: {}", work.step, report)
+        self._reports_ns = max(self._reports_ns, self._clock.now_ns + self._rng.randrange(20 * US, 2 * MS))
+        self._clock.at(self._reports_ns, self._report, self.rank, work.step, report)
+
+    # ---- checks ---------------------------------------------------------------------------------------
+
+    def _holds(self, block: int, meaning: Meaning, key: bytes, why: str) -> None:
+        wanted = self._stamps.of(meaning, key, self.rank)
+        if not self.memory.holds(block, wanted):
+            held = self.memory.text(block, self._stamps)
+            raise Broken(f"{why}: {self.name} block {block} holds {held}, not {self._stamps.text(wanted)}")
+
+    def _read(self, work: Work) -> None:
+        for block, key in work.reads:
+            self._holds(block, work.meaning, key, f"I1: step {work.step} reads")
+
+    def _overwrite(self, block: int) -> None:
+        """New contents come into a block: whatever may still be published must not be read from it."""
+        reached = self._writer.mark()
+        for job, (ticket, kind, _, blocks) in self.worker.copies.items():
+            if block not in blocks or self.begun.get(ticket, reached + 1) > reached:
+                continue
+            if kind == Kind.LOAD:
+                raise Broken(f"law 1: {self.name} writes block {block} while load {ticket} may write it")
+            if ticket not in self._revoked and self._ledger.may_be_published(job):
+                raise Broken(f"I3: {self.name} writes block {block} under store {ticket}, which nobody revoked")
+
+    def may_touch(self, tickets: list[int], kind: Kind, block: int) -> None:
+        """The worker's device touches a block now, for one of these tickets."""
+        reached = self._writer.mark()
+        marked = [ticket for ticket in tickets if self.begun.get(ticket, reached + 1) <= reached]
+        if not marked:
+            raise Broken(f"I3: {self.name} {kind.name.lower()} {tickets} touches block {block} before its mark")
+        if kind == Kind.LOAD and self._loading.keys().isdisjoint(marked):
+            raise Broken(f"law 1: {self.name} load {marked} writes block {block} after its word")
+
+    def check_rest(self) -> None:
+        """I6 of one rank."""
+        if self.core.open_loads or self.core.awaited_workers() or self._loading:
+            raise Broken(f"I6: {self.name} is not at rest: {self.core.awaited_workers()} {self._loading}")
