@@ -29,29 +29,33 @@ class Piece(NamedTuple):
 
 def pieces_of(plan: CopyPlan) -> list[Piece]:
     """The plan's descriptors in order, equal steps taken together, each piece of at most CHUNK_BYTES."""
+    stretches = _progressions(plan.src, plan.dst, plan.size)
+    starts = np.array([start for start, _ in stretches])
+    seconds = np.minimum(starts + 1, len(plan.size) - 1)  # the second of a stretch; meaningless where it has one
+    columns = (plan.src, plan.dst, plan.size)
+    rows = zip(stretches, *(c[starts].tolist() for c in columns), *(c[seconds].tolist() for c in columns), strict=True)
     pieces: list[Piece] = []
-    for start, stop in _progressions(plan.src, plan.dst, plan.size):
-        src, dst, run = int(plan.src[start]), int(plan.dst[start]), int(plan.size[start])
-        rows = stop - start
-        src_stride = int(plan.src[start + 1]) - src if rows > 1 else run
-        dst_stride = int(plan.dst[start + 1]) - dst if rows > 1 else run
+    for (start, stop), src, dst, run, next_src, next_dst, _ in rows:
+        count = stop - start
+        src_stride, dst_stride = (next_src - src, next_dst - dst) if count > 1 else (run, run)
         if run > CHUNK_BYTES:
-            # A run cut into chunks is a progression again, but for its last chunk.
-            for row in range(rows):
+            for row in range(count):
                 pieces += _cut_run(src + row * src_stride, dst + row * dst_stride, run)
-            continue
-        step = max(1, CHUNK_BYTES // run)
-        for row in range(0, rows, step):
-            pieces.append(
+        elif count * run <= CHUNK_BYTES:
+            pieces.append(Piece(src, dst, count, run, src_stride, dst_stride))
+        else:
+            step = CHUNK_BYTES // run
+            pieces += [
                 Piece(
                     src + row * src_stride,
                     dst + row * dst_stride,
-                    min(step, rows - row),
+                    min(step, count - row),
                     run,
                     src_stride,
                     dst_stride,
                 )
-            )
+                for row in range(0, count, step)
+            ]
     return pieces
 
 
@@ -79,19 +83,26 @@ def _progressions(src: U64, dst: U64, size: U64) -> list[tuple[int, int]]:
     """(start, stop) of longest stretches of equal size and equal, forward, non-overlapping steps."""
     if len(size) == 1:
         return [(0, 1)]
-    # A step from i to i+1 is usable if it goes forward by at least a run on both sides.
+    # Step i leads from descriptor i to the next. It is usable if it goes forward by at least a run on both sides.
     src_step = (src[1:] - src[:-1]).astype(np.int64)
     dst_step = (dst[1:] - dst[:-1]).astype(np.int64)
     run = size[:-1].astype(np.int64)
-    usable = ((size[1:] == size[:-1]) & (src_step >= run) & (dst_step >= run)).tolist()
-    same = ((src_step[1:] == src_step[:-1]) & (dst_step[1:] == dst_step[:-1])).tolist()
+    usable = (size[1:] == size[:-1]) & (src_step >= run) & (dst_step >= run)
+    differs = (src_step[1:] != src_step[:-1]) | (dst_step[1:] != dst_step[:-1]) | (usable[1:] != usable[:-1])
+    # Equal steps stand together; one pass over these groups, and not over descriptors.
+    firsts = [0, *(np.flatnonzero(differs) + 1).tolist()]
+    lasts = [*firsts[1:], len(usable)]
     stretches: list[tuple[int, int]] = []
     start = 0
-    for at in range(len(usable)):
-        # Step `at` leads from descriptor `at` to the next; the stretch so far is [start, at].
-        if usable[at] and (at == start or same[at - 1]):
-            continue
-        stretches.append((start, at + 1))
-        start = at + 1
-    stretches.append((start, len(size)))
+    for end, is_usable in zip(lasts, usable[firsts].tolist(), strict=True):
+        if end <= start:
+            continue  # its one step was the way to the present stretch
+        if is_usable:
+            stretches.append((start, end + 1))
+            start = end + 1
+        else:
+            stretches += [(at, at + 1) for at in range(start, end)]
+            start = end
+    if start < len(size):
+        stretches.append((start, len(size)))
     return stretches
