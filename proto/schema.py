@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final, Protocol, TypeVar, cast
 import msgpack
 
 from kvferry.proto import limits
+from kvferry.proto.columns import u8, u32, u64
 from kvferry.proto.errors import LocalProtocolError, RemoteProtocolError
 from kvferry.proto.ids import U64_MAX
 
@@ -238,8 +239,6 @@ def describe(msg: Any) -> str:
     to_map = getattr(msg, "to_map", None)
     if to_map:
         return f"{msg.TAG} " + " ".join(f"{k}={v}" for k, v in to_map().items())
-    from kvferry.proto.columns import u8, u32, u64
-
     parts = [msg.TAG]
     for name, kind in _kinds(type(msg)):
         value = getattr(msg, name)

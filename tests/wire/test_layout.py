@@ -171,7 +171,7 @@ def shares_a_byte(regions: list[Region]) -> bool:
 SMALL = st.builds(region, st.integers(0, 60), st.sampled_from([6, 8, 12, 24]), st.integers(1, 12), st.integers(1, 5))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(SMALL, min_size=1, max_size=5))
 def test_what_is_accepted_shares_no_byte(regions: list[Region]) -> None:
     try:
@@ -182,7 +182,7 @@ def test_what_is_accepted_shares_no_byte(regions: list[Region]) -> None:
     assert max(end for r in regions for _, end in blocks_of(r)) <= 1 << 16
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     cuts=st.lists(st.integers(1, 63), min_size=1, max_size=6, unique=True),
     start=st.integers(0, 64),
@@ -199,7 +199,7 @@ def test_any_split_of_one_stride_is_accepted_in_any_order(
     assert not shares_a_byte(regions)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=6))
 def test_regions_that_follow_each_other_are_accepted_whatever_their_strides(shapes: list[tuple[int, int, int]]) -> None:
     regions, at = [], 0

@@ -270,7 +270,7 @@ class Carrier:
         self.held.clear()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_over_any_carrier_each_body_arrives_once_and_in_order(data: st.DataObject) -> None:
     """The twin is the list of what was sent: what arrived is always a beginning of it, and in calm all of it."""

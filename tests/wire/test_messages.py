@@ -150,7 +150,7 @@ CONTROL_SAMPLES = [
 
 
 @pytest.mark.parametrize("cls", HOT, ids=lambda cls: cls.TAG)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_what_a_hot_message_packs_to_unpacks_to_its_equal(cls: type[Any], data: st.DataObject) -> None:
     message = data.draw(hot_messages(cls))
@@ -185,7 +185,7 @@ def only_refuses(raw: bytes) -> None:
         assert error.code in CODES
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused_by_name(raw: bytes) -> None:
     only_refuses(raw)
@@ -203,14 +203,14 @@ WILD = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tag=st.sampled_from(sorted(MESSAGES)), body=st.lists(WILD, max_size=22))
 def test_a_known_tag_with_any_body_is_a_message_or_refused_by_name(tag: str, body: list[Any]) -> None:
     only_refuses(msgpack.packb([tag, *body]))
 
 
 @pytest.mark.parametrize("message", CONTROL_SAMPLES, ids=lambda message: message.TAG)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_a_control_message_with_one_field_replaced_is_a_message_or_refused(message: Any, data: st.DataObject) -> None:
     items = message.to_map() or {"": None}
@@ -219,7 +219,7 @@ def test_a_control_message_with_one_field_replaced_is_a_message_or_refused(messa
 
 
 @pytest.mark.parametrize("cls", HOT, ids=lambda cls: cls.TAG)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_a_truncated_message_is_refused_wherever_it_is_cut(cls: type[Any], data: st.DataObject) -> None:
     raw = pack(data.draw(hot_messages(cls)))

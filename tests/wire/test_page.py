@@ -108,7 +108,7 @@ def test_revokes_of_stores_long_over_do_not_pile_up_and_none_is_lost() -> None:
     assert reader.overflows == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["revoke", "ask", "forget"]), st.integers(1, 400), st.integers(1, 400)), max_size=40
