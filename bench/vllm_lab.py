@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -163,6 +164,57 @@ def stop_engine(engine: Engine, kill: bool = False, timeout_s: float = 30.0) -> 
     if process.stdin is not None:
         process.stdin.close()
     os.close(engine.answers)
+
+
+@dataclass
+class Sidecar:
+    """`kvferry up` as a child process."""
+
+    process: "subprocess.Popen[str]"
+    run_dir: Path
+    lines: list[str]
+
+    def status(self) -> dict[str, Any]:
+        """What `kvferry status --json` says."""
+        command = [sys.executable, "-m", "kvferry.cli.main", "status", "--json", "--run-dir", str(self.run_dir)]
+        found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        return found
+
+
+@contextmanager
+def running_sidecar(run_dir: Path, *, tp_size: int = 1, host_memory: str = "512MiB") -> Iterator[Sidecar]:
+    """A sidecar that has said it is ready; stopped as a service manager would stop it."""
+    command = [sys.executable, "-m", "kvferry.cli.main", "up", "--run-dir", str(run_dir)]
+    command += ["--tp-size", str(tp_size), "--host-memory", host_memory, "--device", "cpu"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    sidecar = Sidecar(process, run_dir, [])
+    ready = threading.Event()
+
+    def read() -> None:  # its pipe must never fill
+        assert process.stdout is not None
+        with process.stdout as output:
+            for line in output:
+                sidecar.lines.append(line.rstrip())
+                if "ready" in line:
+                    ready.set()
+        ready.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        if not ready.wait(60) or process.poll() is not None:
+            raise LabError("kvferry did not come up\n" + "\n".join(sidecar.lines[-12:]))
+        yield sidecar
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reader.join(5)
 
 
 @contextmanager

@@ -114,6 +114,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             run_dir=self._options.run_dir,
             facts=self._facts,
             salt=self._options.salt,
+            patience_s=self._options.patience_s,
             on_note=_note,
         )
         self._scheduler = SchedulerHalf(

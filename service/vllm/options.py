@@ -1,9 +1,10 @@
 """The connector's settings (`kv_connector_extra_config`), and what makes it stay off. Pure.
 
-    kvferry.run_dir   where the sidecar is; by default where a local one looks too
-    kvferry.salt      text that keeps this engine's blocks apart from others'
-    kvferry.store     "all" (default) or "prompt": whether generated tokens' blocks are stored too
-    kvferry.trace     file that gets one JSON line for each load: where its time went
+    kvferry.run_dir      where the sidecar is; by default where a local one looks too
+    kvferry.salt         text that keeps this engine's blocks apart from others'
+    kvferry.store        "all" (default) or "prompt": whether generated tokens' blocks are stored too
+    kvferry.patience_ms  how long a request waits for a late answer before it is computed (default 20)
+    kvferry.trace        file that gets one JSON line for each load: where its time went
 
 A model or a setup that cannot be served yet runs with caching off; the reason is one line for the log.
 """
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 STORES: Final = ("all", "prompt")
-NAMES: Final = ("run_dir", "salt", "store", "trace")
+NAMES: Final = ("run_dir", "salt", "store", "patience_ms", "trace")
+PATIENCE_MS: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class Options:
     run_dir: str | None = None
     salt: bytes = b""
     store: str = "all"
+    patience_s: float = PATIENCE_MS / 1e3
     trace: str | None = None
     complaints: tuple[str, ...] = ()
 
@@ -39,10 +42,20 @@ class Options:
         if store not in STORES:
             complaints.append(f"kvferry.store is {store!r}; it may be {' or '.join(map(repr, STORES))}: taking 'all'")
             store = "all"
+        try:
+            patience_ms = float(given.get("patience_ms", PATIENCE_MS))
+            if not 0 <= patience_ms <= 60_000:
+                raise ValueError
+        except (TypeError, ValueError):
+            complaints.append(
+                f"kvferry.patience_ms is {given['patience_ms']!r}; it may be 0 to 60000: taking {PATIENCE_MS:g}"
+            )
+            patience_ms = PATIENCE_MS
         return cls(
             run_dir=str(given["run_dir"]) if given.get("run_dir") else None,
             salt=str(given.get("salt", "")).encode(),
             store=store,
+            patience_s=patience_ms / 1e3,
             trace=str(given["trace"]) if given.get("trace") else None,
             complaints=tuple(complaints),
         )

@@ -169,9 +169,9 @@ class SchedulerHalf:
             if hits.next is Next.PENDING and hits.count < local:
                 return 0, False
             return None, False
-        self._trace.answered(request.request_id)
-        found = min(hits.count, most) - local
-        return (found * self._block_tokens, True) if found > 0 else (0, False)
+        found = max(min(hits.count, most) - local, 0)
+        self._trace.answered(request.request_id, hits, found)
+        return found * self._block_tokens, found > 0
 
     def allocated(self, request: EngineRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """The engine gave the request these blocks, `num_external_tokens` of them to be loaded."""

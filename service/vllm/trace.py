@@ -1,4 +1,4 @@
-"""Where a load's time went, as one JSON line each: for finding waste, off unless `kvferry.trace` names a file.
+"""Where a load's time went, as one JSON line each, and why there was none: for finding waste, off unless `kvferry.trace` names a file.
 
     asked ──lookup──▶ answered ──▶ allocated ──▶ told ──the ranks: wait, copy──▶ received
 
@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from kvferry.client.types import Hits
 from kvferry.vllm.work import LoadTimes
 
 
@@ -25,9 +26,14 @@ class LoadTrace:
         if self._file is not None:
             self._marks[name] = {"asked": time.perf_counter(), "questions": 0}
 
-    def answered(self, name: str) -> None:
-        """The scheduler has the answer."""
+    def answered(self, name: str, hits: Hits, num_blocks: int) -> None:
+        """The scheduler has the answer: so many blocks to load. None is a line of its own."""
         self._mark(name, "answered")
+        marks = self._marks.get(name)
+        if not num_blocks and marks is not None and self._file is not None:
+            waited = round((marks["answered"] - marks["asked"]) * 1e3, 3)
+            line = {"request": name, "blocks": 0, "hits": hits.count, "next": hits.next.name, "answered_ms": waited}
+            self._file.write(json.dumps({**line, "reason": hits.reason.name}) + "\n")
 
     def allocated(self, name: str, num_blocks: int) -> None:
         """The engine gave the load its blocks."""
