@@ -14,38 +14,59 @@ _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 
 def turn(desk: Desk, job: TransferJobStatus, what: Turn) -> None:
     """Let a job move on, and do what its table says."""
-    effect = job.turn(what)
-    if not effect:
-        return
-    pool, session = desk.pool, job.session
+    for effect in job.turn(what):
+        _DO[effect](desk, job)
+
+
+def _drop(desk: Desk, job: TransferJobStatus) -> None:
+    assert desk.pool is not None
+    desk.pool.abandon(job.entries, job.slots)
+    desk.counters.failed("store_keys", job.cause, len(job.entries))
+
+
+def _publish(desk: Desk, job: TransferJobStatus) -> None:
+    assert desk.pool is not None
+    desk.pool.publish(job.entries, job.slots)
+    desk.counters.add("store_keys_stored", len(job.entries))
+
+
+def _tell(desk: Desk, job: TransferJobStatus) -> None:
+    session = job.session
+    assert desk.pool is not None and job.outcome is not None
+    desk.counters.add(f"{job.kind.name.lower()}s_ended.{job.outcome.name}")
+    del session.tickets[job.ticket]
+    desk.pool.lru.touch(session.requests.ended(job.request, job.id))
+    if not session.closed:
+        desk.ended.setdefault(session.link, []).append(job)
+
+
+def _cancel(desk: Desk, job: TransferJobStatus) -> None:
+    for worker in job.owing:
+        desk.cancels.setdefault(worker.id, []).append(job.id)
+
+
+def _release(desk: Desk, job: TransferJobStatus) -> None:
+    session, pool = job.session, desk.pool
     assert pool is not None
-    if Effect.DROP in effect:
-        pool.abandon(job.entries, job.slots)
-        desk.counters.failed("store_keys", job.cause, len(job.entries))
-    if Effect.PUBLISH in effect:
-        pool.publish(job.entries, job.slots)
-        desk.counters.add("store_keys_stored", len(job.entries))
-    if Effect.TELL in effect:
-        assert job.outcome is not None
-        desk.counters.add(f"{job.kind.name.lower()}s_ended.{job.outcome.name}")
-        session.tickets.pop(job.ticket, None)
-        session.requests.ended(job.request, job.id)
-        if not session.closed:
-            desk.ended.setdefault(session.link, []).append(job)
-    if Effect.CANCEL in effect:
-        for worker in job.owing:
-            desk.cancels.setdefault(worker.id, []).append(job.id)
-    if Effect.RELEASE in effect:
-        desk.jobs.remove(job)
-        session.in_flight_bytes[job.kind] -= job.num_bytes
-        if job.kind is Kind.LOAD:
-            if job.torn:
-                desk.counters.add("keys_spoiled", pool.spoil(job.entries))
-            pool.unpin(job.entries)
-        else:
-            session.fence.remove(job.id, job.blocks)
-            if job.outcome is not Outcome.OK:
-                pool.let_go(job.slots)
+    desk.jobs.remove(job)
+    session.in_flight_bytes[job.kind] -= job.num_bytes
+    if job.kind is Kind.LOAD:
+        if job.torn:
+            desk.counters.add("keys_spoiled", pool.spoil(job.entries))
+        pool.unpin(job.entries)
+    else:
+        session.fence.remove(job.id, job.blocks)
+        if job.outcome is not Outcome.OK:
+            pool.let_go(job.slots)
+
+
+_DO = {
+    Effect.DROP: _drop,
+    Effect.PUBLISH: _publish,
+    Effect.TELL: _tell,
+    Effect.CANCEL: _cancel,
+    Effect.RELEASE: _release,
+}
 
 
 def void(desk: Desk, job: TransferJobStatus, cause: Outcome) -> None:

@@ -29,34 +29,33 @@ class FenceIndex:
 
     def add(self, job: int, blocks: U32) -> None:
         """Fence these blocks for `job`. All are below num_blocks; a repeated one counts once."""
-        blocks = np.unique(blocks)
-        counts = self._counts[blocks]
         mine = (job,)
+        fresh = dict.fromkeys(blocks.tolist(), mine)
+        if len(fresh) < len(blocks):
+            blocks = np.fromiter(fresh, dtype=np.uint32, count=len(fresh))
+        counts = self._counts[blocks]
         if counts.any():
-            for block in blocks.tolist():
+            for block in fresh:
                 self._readers[block] = self._readers.get(block, ()) + mine
         else:
-            self._readers.update(dict.fromkeys(blocks.tolist(), mine))
+            self._readers.update(fresh)
         self._counts[blocks] = counts + 1
-        self.num_entries += len(blocks)
+        self.num_entries += len(fresh)
 
     def remove(self, job: int, blocks: U32) -> None:
         """Lift the fence of `job`, which was added with the same blocks."""
-        blocks = np.unique(blocks)
-        counts = self._counts[blocks]
+        ids = dict.fromkeys(blocks.tolist())
+        if len(ids) < len(blocks):
+            blocks = np.fromiter(ids, dtype=np.uint32, count=len(ids))
         readers = self._readers
-        if (counts > 1).any():
-            for block in blocks.tolist():
-                left = tuple(other for other in readers[block] if other != job)
-                if left:
-                    readers[block] = left
-                else:
-                    del readers[block]
-        else:
-            for block in blocks.tolist():
+        for block in ids:
+            left = readers[block]
+            if len(left) == 1:
                 del readers[block]
-        self._counts[blocks] = counts - 1
-        self.num_entries -= len(blocks)
+            else:
+                readers[block] = tuple(other for other in left if other != job)
+        self._counts[blocks] -= np.uint32(1)
+        self.num_entries -= len(ids)
 
     def hit(self, blocks: U32) -> list[int]:
         """The jobs that may still read any of these blocks, each once, oldest first: the least to wait for."""

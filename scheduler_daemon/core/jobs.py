@@ -16,7 +16,7 @@ is set once, when the job's answer is given.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum, Flag, auto
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -50,10 +50,9 @@ class Turn(Enum):
     LAST_FAILED = auto()  # the last word came; some rank failed
 
 
-class Effect(Flag):
-    """What the daemon must do about it, in this order."""
+class Effect(Enum):
+    """What the daemon must do about it."""
 
-    NOTHING = 0
     DROP = auto()  # the keys of a store are misses from now on, its slots in quarantine
     PUBLISH = auto()  # the keys of a store become loadable
     TELL = auto()  # set the outcome and tell the client: the one terminal answer
@@ -62,27 +61,30 @@ class Effect(Flag):
 
 
 _S, _L = Kind.STORE, Kind.LOAD
-NEXT: Final[dict[tuple[Kind, State, Turn], tuple[State, Effect]]] = {
-    (_S, State.COPYING, Turn.PROGRESS): (State.COPYING, Effect.NOTHING),
-    (_S, State.COPYING, Turn.FAILED): (State.VOID, Effect.DROP | Effect.TELL | Effect.CANCEL),
-    (_S, State.COPYING, Turn.VOIDED): (State.VOID, Effect.DROP | Effect.TELL | Effect.CANCEL),
-    (_S, State.COPYING, Turn.LAST_OK): (State.OVER, Effect.PUBLISH | Effect.TELL | Effect.RELEASE),
-    (_S, State.COPYING, Turn.LAST_FAILED): (State.OVER, Effect.DROP | Effect.TELL | Effect.RELEASE),
-    (_S, State.VOID, Turn.PROGRESS): (State.VOID, Effect.NOTHING),
-    (_S, State.VOID, Turn.FAILED): (State.VOID, Effect.NOTHING),
-    (_S, State.VOID, Turn.VOIDED): (State.VOID, Effect.NOTHING),
-    (_S, State.VOID, Turn.LAST_OK): (State.OVER, Effect.RELEASE),
-    (_S, State.VOID, Turn.LAST_FAILED): (State.OVER, Effect.RELEASE),
-    (_L, State.COPYING, Turn.PROGRESS): (State.COPYING, Effect.NOTHING),
-    (_L, State.COPYING, Turn.FAILED): (State.VOID, Effect.CANCEL),
-    (_L, State.COPYING, Turn.VOIDED): (State.VOID, Effect.CANCEL),
-    (_L, State.COPYING, Turn.LAST_OK): (State.OVER, Effect.TELL | Effect.RELEASE),
-    (_L, State.COPYING, Turn.LAST_FAILED): (State.OVER, Effect.TELL | Effect.RELEASE),
-    (_L, State.VOID, Turn.PROGRESS): (State.VOID, Effect.NOTHING),
-    (_L, State.VOID, Turn.FAILED): (State.VOID, Effect.NOTHING),
-    (_L, State.VOID, Turn.VOIDED): (State.VOID, Effect.NOTHING),
-    (_L, State.VOID, Turn.LAST_OK): (State.OVER, Effect.TELL | Effect.RELEASE),
-    (_L, State.VOID, Turn.LAST_FAILED): (State.OVER, Effect.TELL | Effect.RELEASE),
+_VOID_STORE = (State.VOID, (Effect.DROP, Effect.TELL, Effect.CANCEL))
+_STAY = (State.VOID, ())
+# (kind, state, turn) -> (next state, effects in the order in which they are done). OVER takes no turn.
+NEXT: Final[dict[tuple[Kind, State, Turn], tuple[State, tuple[Effect, ...]]]] = {
+    (_S, State.COPYING, Turn.PROGRESS): (State.COPYING, ()),
+    (_S, State.COPYING, Turn.FAILED): _VOID_STORE,
+    (_S, State.COPYING, Turn.VOIDED): _VOID_STORE,
+    (_S, State.COPYING, Turn.LAST_OK): (State.OVER, (Effect.PUBLISH, Effect.TELL, Effect.RELEASE)),
+    (_S, State.COPYING, Turn.LAST_FAILED): (State.OVER, (Effect.DROP, Effect.TELL, Effect.RELEASE)),
+    (_S, State.VOID, Turn.PROGRESS): _STAY,
+    (_S, State.VOID, Turn.FAILED): _STAY,
+    (_S, State.VOID, Turn.VOIDED): _STAY,
+    (_S, State.VOID, Turn.LAST_OK): (State.OVER, (Effect.RELEASE,)),
+    (_S, State.VOID, Turn.LAST_FAILED): (State.OVER, (Effect.RELEASE,)),
+    (_L, State.COPYING, Turn.PROGRESS): (State.COPYING, ()),
+    (_L, State.COPYING, Turn.FAILED): (State.VOID, (Effect.CANCEL,)),
+    (_L, State.COPYING, Turn.VOIDED): (State.VOID, (Effect.CANCEL,)),
+    (_L, State.COPYING, Turn.LAST_OK): (State.OVER, (Effect.TELL, Effect.RELEASE)),
+    (_L, State.COPYING, Turn.LAST_FAILED): (State.OVER, (Effect.TELL, Effect.RELEASE)),
+    (_L, State.VOID, Turn.PROGRESS): _STAY,
+    (_L, State.VOID, Turn.FAILED): _STAY,
+    (_L, State.VOID, Turn.VOIDED): _STAY,
+    (_L, State.VOID, Turn.LAST_OK): (State.OVER, (Effect.TELL, Effect.RELEASE)),
+    (_L, State.VOID, Turn.LAST_FAILED): (State.OVER, (Effect.TELL, Effect.RELEASE)),
 }
 
 
@@ -143,14 +145,13 @@ class TransferJobStatus:
         if self.cause is Outcome.OK:
             self.cause = cause
 
-    def turn(self, turn: Turn) -> Effect:
-        """Move on as the table says; what must be done about it."""
-        self.state, effect = NEXT[self.kind, self.state, turn]
-        if Effect.TELL in effect:
+    def turn(self, turn: Turn) -> tuple[Effect, ...]:
+        """Move on as the table says; what must be done about it, in order."""
+        self.state, effects = NEXT[self.kind, self.state, turn]
+        if Effect.TELL in effects:
             # A load that was voided and still came whole on every rank is OK: the engine's ranks heard so.
-            whole = turn is Turn.LAST_OK
-            self.outcome = Outcome.OK if whole else self.cause
-        return effect
+            self.outcome = Outcome.OK if turn is Turn.LAST_OK else self.cause
+        return effects
 
 
 class Jobs:

@@ -64,6 +64,8 @@ def _refusal(desk: Desk, session: Session, ask: Lookup) -> Reason:
         return Reason.KEY_WIDTH
     if ask.group >= len(engine.namespace.groups):
         return Reason.GROUP
+    if session.requests.is_closed(ask.request):
+        return Reason.REQUEST_CLOSED
     return Reason.NONE
 
 

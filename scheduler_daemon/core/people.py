@@ -266,8 +266,9 @@ def _find_namespace(desk: Desk, engine: Engine) -> None:
 
 
 def _drop_if_empty(desk: Desk, engine: Engine) -> None:
-    if engine.session is None and not engine.seats:
-        desk.engines.pop(engine.id, None)
+    # Another engine may have come under this id while an old worker of this one was still to be reaped.
+    if engine.session is None and not engine.seats and desk.engines.get(engine.id) is engine:
+        del desk.engines[engine.id]
 
 
 def _news(desk: Desk, engine: Engine) -> tuple[int, str, int, int]:

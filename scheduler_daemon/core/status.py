@@ -65,7 +65,7 @@ def status(desk: Desk) -> dict[str, Any]:
         },
         "fences": sum(session.fence.num_entries for session in _sessions(desk)),
         "leases": len(desk.leases),
-        "requests": sum(len(session.requests) for session in _sessions(desk)),
+        "requests": sum(session.requests.num_busy for session in _sessions(desk)),
         "counters": desk.counters.as_dict(),
     }
 
@@ -77,7 +77,7 @@ def at_rest(desk: Desk) -> dict[str, int]:
     return {
         "jobs": len(desk.jobs),
         "tickets": sum(len(session.tickets) for session in sessions),
-        "requests": sum(len(session.requests) for session in sessions),
+        "requests": sum(session.requests.num_busy for session in sessions),
         "fences": sum(session.fence.num_entries for session in sessions),
         "leases": len(desk.leases),
         "in_flight_bytes": sum(sum(session.in_flight_bytes.values()) for session in sessions),
@@ -159,7 +159,11 @@ def _check_session(desk: Desk, session: Session) -> None:
     for request, state in session.requests:
         kinds = [job.kind for job in session.tickets.values() if job.request == request]
         assert kinds.count(Kind.LOAD) == 0 or len(kinds) == 1, f"request {request} has both kinds or two loads"
-        assert state.transfer_jobs or state.leases, f"request {request} holds nothing"
+        assert state.is_busy or (state.chain and not state.closed), f"request {request} holds nothing"
+    chained = sum(len(state.chain) for _, state in session.requests)
+    assert session.requests.num_chained == chained, (
+        f"{chained} entries in chains, {session.requests.num_chained} counted"
+    )
     fenced = {(block, int(job.id)) for job in mine if job.kind is Kind.STORE for block in job.blocks.tolist()}
     assert session.fence.pairs() == fenced, "the fence index is not the store jobs' blocks"
     assert session.fence.num_entries == len(fenced), "the fence index counts others"

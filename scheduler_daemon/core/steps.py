@@ -157,7 +157,10 @@ class Intake:
         entries = pool.reserve(index, [keys[at] for at in missing], survey.held, job_id)
         if len(missing) < len(blocks):
             blocks = blocks[missing]
-        job = self._begin(job_id, ticket, request, Kind.STORE, group, entries, blocks)
+        chain = entries
+        if survey.held:
+            chain = [entry for entry in index.find(keys[: survey.accepted]) if entry is not None]
+        job = self._begin(job_id, ticket, request, Kind.STORE, group, entries, blocks, chain)
         self._session.fence.add(job_id, job.blocks)
         return job, survey.accepted, reason
 
@@ -200,10 +203,12 @@ class Intake:
         # The lease becomes the job's pin in one step: pinned by the job before the lease lets go.
         pool.pin(entries)
         lease = self._desk.lease_of(lease_id, self._session) if lease_id else None
+        chain = entries
         if lease is not None:
+            chain = lease.entries  # from the first key on: the engine may have held some of them itself
             self._desk.end_lease(lease)
         job_id = self._desk.jobs.next_id()
-        return self._begin(job_id, ticket, request, Kind.LOAD, group, entries, blocks), Reason.NONE
+        return self._begin(job_id, ticket, request, Kind.LOAD, group, entries, blocks, chain), Reason.NONE
 
     # ---- both ----------------------------------------------------------------------------------------
 
@@ -244,6 +249,7 @@ class Intake:
         group: int,
         entries: list[Entry],
         blocks: U32,
+        chain: list[Entry],
     ) -> TransferJobStatus:
         desk, session = self._desk, self._session
         job = TransferJobStatus(
@@ -263,7 +269,7 @@ class Intake:
         desk.jobs.add(job)
         desk.deadlines.append((job.deadline_ns, job_id))
         session.tickets[ticket] = job
-        session.requests.begin(request, job_id, kind)
+        session.requests.begin(request, job_id, kind, chain)
         session.in_flight_bytes[kind] += job.num_bytes
         self._jobs.append(job)
         return job
@@ -333,8 +339,10 @@ class Intake:
 def end_requests(desk: Desk, session: Session, step: Step) -> None:
     """Close requests for new work and release their leases. Their running stores go on, behind their fences."""
     for request in u64(step.end_requests).tolist():
-        _, leases = session.requests.close(request)
+        chain, leases = session.requests.close(request)
         desk.counters.add("requests_ended")
+        if desk.pool is not None:
+            desk.pool.lru.touch(chain)
         for lease_id in leases:
             lease = desk.leases.get(lease_id)
             if lease is not None:

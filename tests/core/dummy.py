@@ -82,11 +82,11 @@ class Answer:
 class World:
     """One core, a clock of our own, and whatever it said since it was last asked."""
 
-    def __init__(self, tp: int = 2, slots: int = 16, **settings: Any) -> None:
+    def __init__(self, tp: int = 2, slots: int = 16, boot: int = 0xB007, **settings: Any) -> None:
         self.tp = tp
         self.slots = slots
         self.now = 1 * S
-        self.core = Core(CoreSettings(boot=BootId(0xB007), tp_size=tp, **settings))
+        self.core = Core(CoreSettings(boot=BootId(boot), tp_size=tp, **settings))
         self.said: list[Action] = []
         self._links = 0
         self._workers = 0
@@ -215,7 +215,12 @@ class Engine:
         return self.world.send(link, Attach(**{**fields, **change}))
 
     def lookup(
-        self, request: int, names: Sequence[int | str], group: int = 0, epoch: int | None = None
+        self,
+        request: int,
+        names: Sequence[int | str],
+        group: int = 0,
+        epoch: int | None = None,
+        keep: bool = False,  # leave the answer among what was said
     ) -> LookupAnswer:
         self.lookups += 1
         ask = Lookup(
@@ -226,8 +231,11 @@ class Engine:
             key_bytes=KEY_BYTES,
             keys=b"".join(keys(*names)),
         )
-        self.world.send(self.link, ask)
+        kept = list(self.world.said)
+        actions = self.world.send(self.link, ask)
         [answer] = self.world.heard(self.link, LookupAnswer)
+        if keep:
+            self.world.said = [*kept, *actions]
         assert answer.lookup == self.lookups
         return answer  # type: ignore[no-any-return]
 

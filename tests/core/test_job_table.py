@@ -42,9 +42,9 @@ def test_every_pair_moves_as_the_table_says_or_refuses_and_changes_nothing(kind,
             moving.turn(turn)
         assert moving.state is state and moving.outcome is None
         return
-    effect = moving.turn(turn)
-    assert (moving.state, effect) == NEXT[kind, state, turn]
-    assert (moving.outcome is not None) == (Effect.TELL in effect)
+    effects = moving.turn(turn)
+    assert (moving.state, effects) == NEXT[kind, state, turn]
+    assert (moving.outcome is not None) == (Effect.TELL in effects)
 
 
 @pytest.mark.parametrize(("kind", "state", "turn"), list(NEXT))
