@@ -14,6 +14,7 @@ import logging
 import select
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final
 
 import zmq
@@ -59,7 +60,6 @@ class Service:
         control: Channel,
         device: Device,
         tether: RankTether,
-        rank_pidfd: int,
         core: WorkerCore,
         copies: Copies,
         inbox: deque[Any],
@@ -68,7 +68,6 @@ class Service:
         self._control = control
         self._device = device
         self._tether = tether
-        self._rank_pidfd = rank_pidfd
         self._core = core
         self._copies = copies
         self._inbox = inbox
@@ -76,12 +75,22 @@ class Service:
         self._daemon_lost = False
         self._stopping = False
         self._ends_at: float | None = None  # monotonic seconds: when waiting for running copies is over
+        # What `select` watches, and which method takes what came: a wake-up costs only what it brought.
+        self._watched: dict[int, Callable[[], None]] = {
+            device.fileno(): self._take_copies,
+            peer.fileno(): self._hear_daemon,
+            peer.tether_fileno(): self._hear_daemon,
+            tether.fileno(): self._hear_rank,
+            control.fileno(): self._hear_supervisor,
+        }
+        if tether.pidfd >= 0:
+            self._watched[tether.pidfd] = self._lose_rank
 
     def run(self) -> int:
         """Serve until the rank is gone or nothing is left to serve it with; the exit code."""
+        self._hear_daemon()  # what it said together with its verdict, or since
         while not self._is_over():
-            self._turn()
-            self._sleep()
+            self._turn(self._sleep())
         drained = self._core.at_rest() or self._device.drain(0)
         if not drained:
             log.error("copies did not end within %g s: %s", DRAIN_S, self._core.describe())
@@ -97,18 +106,20 @@ class Service:
             return False
         return (self._core.at_rest() and not self._tether.wants_to_write) or time.monotonic() >= self._ends_at
 
-    def _turn(self) -> None:
+    def _turn(self, came: list[Callable[[], None]]) -> None:
         """Take everything that has come, then let time pass for the core."""
-        for copied in self._copies.ended():
-            self._step(copied)
-        self._hear_daemon()
-        self._hear_rank()
-        self._hear_supervisor()
-        due = self._core.next_due_ns(time.monotonic_ns())
-        if due is not None:
+        for take in came:
+            take()
+        if not self._daemon_lost and (has_news(self._peer) or not self._peer.alive):
+            self._hear_daemon()
+        if self._core.next_due_ns(time.monotonic_ns()) is not None:
             self._step(TimePassed())
         self._peer.tick()
         self._tether.flush()
+
+    def _take_copies(self) -> None:
+        for copied in self._copies.ended():
+            self._step(copied)
 
     def _hear_daemon(self) -> None:
         if self._daemon_lost:
@@ -124,6 +135,7 @@ class Service:
                     log.warning("the daemon sent %s, which a worker does not take", type(other).__name__)
         if not self._peer.alive:
             self._daemon_lost = True
+            self._watched = {fd: take for fd, take in self._watched.items() if take != self._hear_daemon}
             log.warning("the daemon is gone (%s)", self._peer.refusal or "no word")
             self._hear_rank()  # a begin that was sent before counts as begun
             self._step(DaemonLost())
@@ -155,12 +167,15 @@ class Service:
                     )
                     self._lose_rank()
                     return
-        if self._tether.ended or (self._rank_pidfd >= 0 and select.select([self._rank_pidfd], [], [], 0)[0]):
+        if self._tether.ended:
             self._lose_rank()
 
     def _lose_rank(self) -> None:
         if not self._rank_lost:
             self._rank_lost = True
+            self._watched = {
+                fd: take for fd, take in self._watched.items() if take not in (self._hear_rank, self._lose_rank)
+            }
             self._step(RankLost())
             self._end_within(DRAIN_S)
 
@@ -169,6 +184,7 @@ class Service:
             return
         if any(event.get("event") == "stop" for event in self._control.receive()) or self._control.ended:
             self._stopping = True
+            self._watched.pop(self._control.fileno(), None)
             # As if the daemon were gone: nothing new, but who waits for a running load gets its word.
             self._step(DaemonLost())
             self._end_within(DRAIN_S)
@@ -190,27 +206,18 @@ class Service:
                         self._peer.close()
                     self._peer.flush()
 
-    def _sleep(self) -> None:
+    def _sleep(self) -> list[Callable[[], None]]:
+        """Wait until something comes or is due; what takes that which came."""
         now_ns = time.monotonic_ns()
         dues = [self._core.next_due_ns(now_ns), self._peer.link.next_due_ns()]
         timeouts = [max((due - now_ns) / 1e9, 0) for due in dues if due is not None]
         if self._ends_at is not None:
-            if self._is_over():
-                return
-            timeouts.append(max(self._ends_at - time.monotonic(), 0))
-        reads: list[Any] = [self._device]
-        if not self._daemon_lost:
-            if not self._peer.alive or has_news(self._peer):
-                return
-            reads += [self._peer.fileno(), self._peer.tether_fileno()]
-        if not self._rank_lost:
-            reads.append(self._tether)
-            if self._rank_pidfd >= 0:
-                reads.append(self._rank_pidfd)
-        if not self._stopping:
-            reads.append(self._control)
+            timeouts.append(max(self._ends_at - time.monotonic(), 0) if not self._is_over() else 0)
+        if not self._daemon_lost and (not self._peer.alive or has_news(self._peer)):
+            timeouts.append(0)
         writes = [self._tether] if self._tether.wants_to_write else []
-        select.select(reads, writes, [], min(timeouts) if timeouts else None)
+        ready, _, _ = select.select(list(self._watched), writes, [], min(timeouts) if timeouts else None)
+        return [self._watched[fd] for fd in ready]
 
 
 def say_goodbye(peer: Peer) -> None:

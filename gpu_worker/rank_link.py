@@ -37,6 +37,14 @@ class RankTether:
         self.ended = False
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
         self.pid, self.uid, _ = _PEERCRED.unpack(raw)
+        # Readable when the rank is dead, also if a child of it still holds this connection open.
+        self.pidfd = -1
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self.ended = True
+        except (OSError, OverflowError, ValueError):
+            pass  # its number means nothing here (another pid namespace says 0): the stream's end must do
 
     def fileno(self) -> int:
         """For a poller."""
@@ -119,6 +127,9 @@ class RankTether:
         self.ended = True
         self.close_fds()
         self._socket.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
 
     def _read(self) -> bytes:
         if not self.takes_fds:

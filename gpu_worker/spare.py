@@ -129,6 +129,9 @@ class Worker:
             log.warning("refused a connection of user %d on the socket of rank %d", tether.uid, self._options.rank)
             tether.close()
             return None
+        if tether.ended:  # its process is gone already, whatever it may have written before
+            tether.close()
+            return None
         return tether
 
     def _first_message(self, tether: RankTether) -> RankRegister:
@@ -181,7 +184,6 @@ class Worker:
         )
         tether = self._tether
         assert tether is not None
-        rank_pidfd = _pidfd_of(tether.pid)
         core = WorkerCore(settings, memory.page, self._pool.headers(group.slot_bytes, slots))
         own_pidfd = os.pidfd_open(os.getpid())
         tether.send(
@@ -201,7 +203,7 @@ class Worker:
         )  # fmt: skip
         gc.collect()
         gc.freeze()  # what stands now stands to the end: later collections pass it by
-        return Service(self._peer, self._control, self._device, tether, rank_pidfd, core,
+        return Service(self._peer, self._control, self._device, tether, core,
                        Copies(self._device, planners), self._inbox).run()  # fmt: skip
 
     # ---- waiting while nobody is served ----------------------------------------------------------
@@ -254,13 +256,3 @@ class Worker:
             if self._tether is None:
                 raise Stopped
             raise RefusedError("daemon.lost", "the daemon went away while this rank registered", "try again")
-
-
-def _pidfd_of(pid: int) -> int:
-    """A pidfd of the rank, or -1 where its number means nothing to us (another pid namespace)."""
-    if pid <= 0:
-        return -1
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1
