@@ -78,6 +78,7 @@ def void(desk: Desk, job: TransferJobStatus, cause: Outcome) -> None:
 
 def take_done(desk: Desk, worker: Worker, done: Done) -> None:
     """A worker's words. Unknown, stale, foreign and repeated ones are counted and change nothing."""
+    num_words = 0
     for job_id, value in zip(u64(done.jobs).tolist(), u8(done.outcomes).tolist(), strict=True):
         job = desk.jobs.get(job_id)
         if job is None:
@@ -93,8 +94,10 @@ def take_done(desk: Desk, worker: Worker, done: Done) -> None:
         if what is None:
             desk.counters.add("words_repeated")
             continue
-        desk.counters.add("words")
-        turn(desk, job, what)
+        num_words += 1
+        if what is not Turn.PROGRESS:  # the common word of many ranks, of which the table makes nothing
+            turn(desk, job, what)
+    desk.counters.add("words", num_words)
 
 
 def worker_died(desk: Desk, worker: Worker) -> None:

@@ -77,12 +77,36 @@ class Lru:
             entry.next = ring
             last.next = ring.prev = entry
 
-    def pop_oldest(self) -> Entry:
-        """Take out the oldest; the list must not be empty."""
-        entry = self._ring.next
-        assert entry is not None and entry is not self._ring
-        self.unlink(entry)
-        return entry
+    def push_chain(self, chain: Sequence[Entry]) -> None:
+        """Add entries in prefix order, none of which is in the list: the head becomes the newest."""
+        ring = self._ring
+        last = ring.prev
+        assert last is not None
+        for entry in reversed(chain):
+            entry.prev = last
+            last.next = entry
+            last = entry
+        last.next = ring
+        ring.prev = last
+        self.num += len(chain)
+
+    def pop(self, num: int) -> list[Entry]:
+        """Take out the `num` oldest, oldest first; the list must have as many."""
+        assert num <= self.num, f"{num} of {self.num} entries"
+        popped = []
+        ring = self._ring
+        entry = ring.next
+        for _ in range(num):
+            assert entry is not None
+            popped.append(entry)
+            after = entry.next
+            entry.prev = entry.next = None
+            entry = after
+        assert entry is not None
+        ring.next = entry
+        entry.prev = ring
+        self.num -= num
+        return popped
 
     def __iter__(self) -> Iterator[Entry]:
         entry = self._ring.next

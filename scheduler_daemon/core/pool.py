@@ -89,8 +89,7 @@ class HostPool:
         self.lru.touch(held)
         slots = self.slots.take(len(keys))
         num_evicted = len(keys) - len(slots)
-        for _ in range(num_evicted):
-            entry = self.lru.pop_oldest()
+        for entry in self.lru.pop(num_evicted):
             slots.append(entry.slot)
             home = entry.home
             assert home is not None
@@ -103,10 +102,9 @@ class HostPool:
     def publish(self, entries: Sequence[Entry], slots: U32) -> None:
         """These have been written on every rank: loadable from now on."""
         self.slots.commit(slots)
-        push = self.lru.push
-        for entry in reversed(entries):
+        for entry in entries:
             entry.job = 0
-            push(entry)
+        self.lru.push_chain(entries)
 
     def abandon(self, entries: Sequence[Entry], slots: U32) -> None:
         """These, being written, will not be published: misses from now on, slots in quarantine."""

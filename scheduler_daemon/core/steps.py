@@ -338,15 +338,19 @@ class Intake:
 
 def end_requests(desk: Desk, session: Session, step: Step) -> None:
     """Close requests for new work and release their leases. Their running stores go on, behind their fences."""
+    chains = []
     for request in u64(step.end_requests).tolist():
         chain, leases = session.requests.close(request)
+        chains.append(chain)
         desk.counters.add("requests_ended")
-        if desk.pool is not None:
-            desk.pool.lru.touch(chain)
         for lease_id in leases:
             lease = desk.leases.get(lease_id)
             if lease is not None:
                 desk.end_lease(lease)
+    if desk.pool is not None:
+        # Attempts of one request end together, the one that loaded its head first: so the last is touched first.
+        for chain in reversed(chains):
+            desk.pool.lru.touch(chain)
 
 
 def meet_fences(desk: Desk, session: Session, step: Step) -> list[int]:

@@ -144,6 +144,42 @@ def test_eviction_takes_the_tail_of_the_oldest_chain_first(worlds):
     assert engine.lookup(7, ["a1", "a2"]).hits == 2
 
 
+def test_a_chain_that_was_stored_piece_by_piece_is_evicted_tail_first(worlds):
+    """Its head became READY first; when its request has ended, its tail goes before its head."""
+    world = worlds(slots=6)
+    engine = world.engine()
+    for n in (1, 2, 3, 4):
+        engine.finish(engine.store(n, 1, [f"k{n}"], [n]))
+    engine.step(ends=[1])
+    engine.hold(["x1", "x2", "x3", "x4"], ticket=10)
+    assert engine.lookup(2, ["k1", "k2", "k3", "k4"]).hits == 2
+
+
+def test_the_head_that_a_request_loaded_outlives_the_tail_that_it_stored(worlds):
+    """The load is one attempt, the stores after it another; both end together."""
+    world = worlds(slots=6)
+    engine = world.engine()
+    engine.hold(["k1", "k2"], ticket=1)
+    load = engine.load(2, 1, ["k1", "k2"], [1, 2], engine.lookup(1, ["k1", "k2", "k3"]).lease)
+    engine.finish(load)
+    for n in (3, 4):
+        engine.finish(engine.store(n, 2, [f"k{n}"], [n]))
+    engine.step(ends=[1, 2])
+    engine.hold(["x1", "x2", "x3"], ticket=10)
+    assert engine.lookup(3, ["k1", "k2", "k3", "k4"]).hits == 3
+
+
+def test_a_request_that_ends_before_its_last_store_is_touched_when_that_ends(worlds):
+    world = worlds(slots=6)
+    engine = world.engine()
+    engine.finish(engine.store(1, 1, ["k1", "k2"], [1, 2]))
+    last = engine.store(2, 1, ["k3"], [3])
+    engine.step(ends=[1])
+    engine.finish(last)
+    engine.hold(["x1", "x2", "x3", "x4"], ticket=10)
+    assert engine.lookup(3, ["k1", "k2", "k3"]).hits == 2
+
+
 def test_a_chain_takes_the_places_of_its_own_later_keys_never_of_its_earlier_ones(worlds):
     """The head was evicted, the tail stayed: storing the chain again keeps the leading keys."""
     world = worlds(slots=4)

@@ -106,3 +106,9 @@ def test_a_voided_load_that_still_came_whole_everywhere_is_ok():
     late.turn(Turn.PROGRESS)
     late.turn(late.report(1, Outcome.OK))
     assert late.outcome is Outcome.OK
+
+
+@pytest.mark.parametrize(("kind", "state"), [(kind, state) for kind, state, turn in NEXT if turn is Turn.PROGRESS])
+def test_progress_moves_nothing(kind, state):
+    """The daemon leaves the table out for it."""
+    assert NEXT[kind, state, Turn.PROGRESS] == (state, ())

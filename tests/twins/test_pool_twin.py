@@ -140,7 +140,9 @@ def test_the_pool_does_what_an_ordered_list_does(moves):
         assert pool.slots.num_free + pool.lru.num == twin.room
 
 
-@given(st.lists(st.tuples(st.sampled_from(["push", "unlink", "touch", "pop"]), st.integers(0, 5)), max_size=60))
+@given(
+    st.lists(st.tuples(st.sampled_from(["push", "chain", "unlink", "touch", "pop"]), st.integers(0, 5)), max_size=60)
+)
 def test_the_lru_is_an_ordered_list(moves):
     lru, twin = Lru(), []
     entries = [Entry(KeyIndex(), bytes([n]), n, 0) for n in range(6)]
@@ -148,6 +150,10 @@ def test_the_lru_is_an_ordered_list(moves):
         if move == "push" and n not in twin:
             lru.push(entries[n])
             twin.append(n)
+        elif move == "chain":
+            chain = [m for m in range(n, 6) if m not in twin]
+            lru.push_chain([entries[m] for m in chain])
+            twin += reversed(chain)
         elif move == "unlink" and n in twin:
             lru.unlink(entries[n])
             twin.remove(n)
@@ -158,8 +164,9 @@ def test_the_lru_is_an_ordered_list(moves):
                 if m in twin:
                     twin.remove(m)
                     twin.append(m)
-        elif move == "pop" and twin:
-            assert lru.pop_oldest().slot == twin.pop(0)
+        elif move == "pop" and n <= len(twin):
+            assert [entry.slot for entry in lru.pop(n)] == twin[:n]
+            del twin[:n]
         assert [entry.slot for entry in lru] == twin and lru.num == len(twin)
 
 
