@@ -14,8 +14,8 @@ HELP = "play the demo from the source tree"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows is handed to the demo."""
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the demo itself")
+    """None of its own: all flags are handed to the demo."""
+    parser.epilog = "Flags are handed to the demo: --quick, --host-memory SIZE."
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -28,7 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         one = commands.add_parser(name, help=module.HELP, description=module.__doc__, allow_abbrev=False)
         one.formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(one)
-    arguments = parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and arguments.command != "demo":
+        parser.error("unknown: " + " ".join(rest))
+    arguments.rest = rest
     try:
         return int(COMMANDS[arguments.command].run(arguments))
     except KvferryError as error:

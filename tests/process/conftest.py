@@ -16,3 +16,10 @@ def sidecar() -> Iterator[Sidecar]:
     """`kvferry up` with two ranks and 64 MiB; whatever the test did to it, nothing may be left at the end."""
     with Sidecar() as one:
         yield one
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Sidecar]:
+    """One sidecar for all tests of a module that leave it as they found it."""
+    with Sidecar() as one:
+        yield one

@@ -30,13 +30,6 @@ from tests.process.tiny_engine import TinyEngine, keys_of
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture(scope="module")
-def sidecar():  # type: ignore[no-untyped-def]
-    """One for all: each test leaves it as it found it, which is the point."""
-    with Sidecar() as one:
-        yield one
-
-
 def register_rank(
     sidecar: Sidecar,
     engine: str,
@@ -68,29 +61,29 @@ def refusal_of(sidecar: Sidecar, engine: str, **kwargs: object) -> str:
 # ---- registrations ---------------------------------------------------------------------------------------
 
 
-def test_another_tp_size_is_refused_with_both_numbers_and_the_fix(sidecar: Sidecar) -> None:
-    said = refusal_of(sidecar, "wide", world_size=1)
+def test_another_tp_size_is_refused_with_both_numbers_and_the_fix(shared: Sidecar) -> None:
+    said = refusal_of(shared, "wide", world_size=1)
     print(said)
     assert "register.world_size" in said
     assert "1" in said and "2" in said
     assert "fix" in said
 
 
-def test_another_tp_size_is_told_to_the_scheduler_side_too(sidecar: Sidecar) -> None:
+def test_another_tp_size_is_told_to_the_scheduler_side_too(shared: Sidecar) -> None:
     notes: list[str] = []
     with Client(
-        "wide", world_size=4, key_bytes=32, num_blocks=8, block_tokens=16, run_dir=sidecar.run_dir, on_note=notes.append
+        "wide", world_size=4, key_bytes=32, num_blocks=8, block_tokens=16, run_dir=shared.run_dir, on_note=notes.append
     ):
         said = until(lambda: next((note for note in notes if "register.world_size" in note), ""), what=str(notes))
     print(said)
     assert "4" in said and "2" in said
 
 
-def test_a_dtype_that_differs_between_ranks_is_refused_with_both_values(sidecar: Sidecar) -> None:
-    first_notes, first = register_rank(sidecar, "mixed", rank=0, facts={"dtype": "bfloat16"})
+def test_a_dtype_that_differs_between_ranks_is_refused_with_both_values(shared: Sidecar) -> None:
+    first_notes, first = register_rank(shared, "mixed", rank=0, facts={"dtype": "bfloat16"})
     try:
         until(lambda: first.attached, what=str(first_notes))
-        said = refusal_of(sidecar, "mixed", rank=1, facts={"dtype": "float16"})
+        said = refusal_of(shared, "mixed", rank=1, facts={"dtype": "float16"})
     finally:
         first.close()
     print(said)
@@ -98,11 +91,11 @@ def test_a_dtype_that_differs_between_ranks_is_refused_with_both_values(sidecar:
     assert "bfloat16" in said and "float16" in said
 
 
-def test_another_block_size_than_the_pools_is_refused_with_both_numbers(sidecar: Sidecar) -> None:
-    first_notes, first = register_rank(sidecar, "small", block_bytes=4096)
+def test_another_block_size_than_the_pools_is_refused_with_both_numbers(shared: Sidecar) -> None:
+    first_notes, first = register_rank(shared, "small", block_bytes=4096)
     try:
         until(lambda: first.attached, what=str(first_notes))
-        said = refusal_of(sidecar, "large", block_bytes=65536)
+        said = refusal_of(shared, "large", block_bytes=65536)
     finally:
         first.close()
     print(said)
@@ -110,8 +103,8 @@ def test_another_block_size_than_the_pools_is_refused_with_both_numbers(sidecar:
     assert str(4096 * 2) in said and str(4096 + 65536) in said
 
 
-def test_a_pool_smaller_than_one_block_is_refused_with_both_numbers(sidecar: Sidecar) -> None:
-    said = refusal_of(sidecar, "huge", block_bytes=64 << 20)
+def test_a_pool_smaller_than_one_block_is_refused_with_both_numbers(shared: Sidecar) -> None:
+    said = refusal_of(shared, "huge", block_bytes=64 << 20)
     print(said)
     assert "layout.pool_too_small" in said
     assert "fix" in said
@@ -168,9 +161,9 @@ def random_link() -> LinkId:
     return LinkId(secrets.randbits(63) | 1)
 
 
-def test_what_is_thrown_at_the_daemons_socket_is_refused_by_name_and_counted(sidecar: Sidecar) -> None:
+def test_what_is_thrown_at_the_daemons_socket_is_refused_by_name_and_counted(shared: Sidecar) -> None:
     """Case 131: garbage, a pickle, another protocol, an unknown version, an oversized message."""
-    before = sidecar.status()["bad_messages"]
+    before = shared.status()["bad_messages"]
     hello = pack(Hello(role="client"))
     pickle_bytes = (
         b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x04true."
@@ -188,7 +181,7 @@ def test_what_is_thrown_at_the_daemons_socket_is_refused_by_name_and_counted(sid
         ("message.unknown", (pack_frame(FrameKind.DATA, random_link(), 1, 0, msgpack.packb(["rm -rf"])),)),
         ("message.fields", (pack_frame(FrameKind.DATA, random_link(), 1, 0, msgpack.packb(["hello", {}])),)),
     ]
-    thrower = Thrower(sidecar)
+    thrower = Thrower(shared)
     try:
         for code, parts in thrown:
             refused = thrower.throw(*parts)
@@ -196,13 +189,13 @@ def test_what_is_thrown_at_the_daemons_socket_is_refused_by_name_and_counted(sid
             assert refused.code == code
     finally:
         thrower.close()
-    after = sidecar.status()["bad_messages"]
+    after = shared.status()["bad_messages"]
     for code in {code for code, _ in thrown}:
         assert after.get(code, 0) - before.get(code, 0) == sum(1 for c, _ in thrown if c == code), code
 
 
-def test_an_unknown_protocol_version_is_refused_with_both_ranges(sidecar: Sidecar) -> None:
-    peer = Peer(RunDir.at(sidecar.run_dir), random_link())
+def test_an_unknown_protocol_version_is_refused_with_both_ranges(shared: Sidecar) -> None:
+    peer = Peer(RunDir.at(shared.run_dir), random_link())
     try:
         peer.send(Hello(role="client", major_min=7, major_max=9))
         peer.flush()
@@ -216,8 +209,8 @@ def test_an_unknown_protocol_version_is_refused_with_both_ranges(sidecar: Sideca
     assert "7..9" in said[0].text and "1..1" in said[0].text
 
 
-def test_a_message_that_a_role_may_not_send_ends_its_link_by_name(sidecar: Sidecar) -> None:
-    peer = Peer(RunDir.at(sidecar.run_dir), random_link())
+def test_a_message_that_a_role_may_not_send_ends_its_link_by_name(shared: Sidecar) -> None:
+    peer = Peer(RunDir.at(shared.run_dir), random_link())
     try:
         peer.send(Hello(role="client"))
         peer.flush()
@@ -232,10 +225,10 @@ def test_a_message_that_a_role_may_not_send_ends_its_link_by_name(sidecar: Sidec
     assert codes == ["message.unexpected"]
 
 
-def test_a_million_random_bytes_in_pieces_do_no_harm(sidecar: Sidecar) -> None:
+def test_a_million_random_bytes_in_pieces_do_no_harm(shared: Sidecar) -> None:
     """Case 131, at random."""
     rng = np.random.default_rng(131)
-    thrower = Thrower(sidecar)
+    thrower = Thrower(shared)
     try:
         for size in rng.integers(0, 8192, 250):
             body = rng.bytes(int(size))
@@ -243,13 +236,13 @@ def test_a_million_random_bytes_in_pieces_do_no_harm(sidecar: Sidecar) -> None:
             thrower.throw(headed if rng.integers(0, 2) else body)
     finally:
         thrower.close()
-    assert sidecar.status()["state"] == "serving"
+    assert shared.status()["state"] == "serving"
 
 
-def test_garbage_on_the_streams_is_dropped_and_the_next_rank_is_served(sidecar: Sidecar) -> None:
+def test_garbage_on_the_streams_is_dropped_and_the_next_rank_is_served(shared: Sidecar) -> None:
     """Case 131: the ranks' sockets and the tethers' listener."""
-    one = RunDir.at(sidecar.run_dir)
-    daemon = sidecar.daemon()
+    one = RunDir.at(shared.run_dir)
+    daemon = shared.daemon()
     for path in (one.tether, one.rank(0), one.rank(1)):
         for said in (
             b"",
@@ -262,30 +255,30 @@ def test_garbage_on_the_streams_is_dropped_and_the_next_rank_is_served(sidecar: 
                 stream.connect(str(path))
                 with contextlib.suppress(OSError):  # it may have had enough of us already
                     stream.sendall(said)
-    with TinyEngine(sidecar, "after garbage", block_bytes=4096) as engine:
+    with TinyEngine(shared, "after garbage", block_bytes=4096) as engine:
         assert engine.client.wait_attached(20), engine.notes
         assert engine.hits("r", keys_of("garbage", 2)) == 0
-    assert sidecar.daemon() == daemon
+    assert shared.daemon() == daemon
 
 
-def test_one_that_connects_and_says_nothing_keeps_nobody_out_for_long(sidecar: Sidecar) -> None:
+def test_one_that_connects_and_says_nothing_keeps_nobody_out_for_long(shared: Sidecar) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
-        silent.connect(str(RunDir.at(sidecar.run_dir).rank(0)))
+        silent.connect(str(RunDir.at(shared.run_dir).rank(0)))
         started = time.monotonic()
-        with TinyEngine(sidecar, "patient", block_bytes=4096) as engine:
+        with TinyEngine(shared, "patient", block_bytes=4096) as engine:
             assert engine.client.wait_attached(20), engine.notes
         assert time.monotonic() - started < 10
 
 
-def test_hundreds_of_connections_without_a_word_do_not_stop_the_daemon(sidecar: Sidecar) -> None:
+def test_hundreds_of_connections_without_a_word_do_not_stop_the_daemon(shared: Sidecar) -> None:
     crowd = []
     try:
         for _ in range(300):
             stream = socket.socket(socket.AF_UNIX)
             stream.setblocking(False)
-            stream.connect(str(RunDir.at(sidecar.run_dir).tether))
+            stream.connect(str(RunDir.at(shared.run_dir).tether))
             crowd.append(stream)
-        assert sidecar.status()["state"] == "serving"
+        assert shared.status()["state"] == "serving"
     finally:
         for stream in crowd:
             stream.close()

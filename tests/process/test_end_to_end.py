@@ -21,7 +21,8 @@ def test_two_ranks_store_and_load_and_the_bytes_are_equal(sidecar: Sidecar) -> N
         assert engine.hits("r2", keys) == 4
         assert [end.ok for end in engine.load("r2", keys, others)] == [True, True]
         assert engine.bytes_of(others) == before
-        status = sidecar.status()
+        # Two workers serve, and two fresh spares stand ready for the next engine.
+        status = until(lambda: (s := sidecar.status())["links"]["worker"] == 4 and s)
         assert status["slots"]["ready"] == 4
         assert status["links"] == {"client": 1, "worker": 4, "admin": 1}
 
