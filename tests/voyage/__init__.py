@@ -6,6 +6,7 @@
     clock.py     simulated time: one queue of events, ties broken by order of entry
     net.py       carriers: frames that are late, doubled, swapped or lost; streams that are only late
     memory.py    what blocks and slots hold, and a copier that takes its time over each half of a block
+    echo.py      old messages said once more
     ledger.py    what was promised at the daemon's door, kept apart from the daemon's own books
     sidecar.py   the daemon and its workers: real cores, simulated shells
     ranks.py     an engine's ranks: real rank cores, simulated GPUs

@@ -21,9 +21,11 @@ from typing import Any
 from kvferry.client.core import ClientCore, ClientSettings
 from kvferry.client.types import Directive, RankReport
 from kvferry.proto.control import Refused
+from kvferry.proto.hot import JobsEnded, LookupAnswer, StepAnswer
 from kvferry.proto.outcome import Kind
 
 from .clock import Clock
+from .echo import Echo
 from .ledger import Broken, Meaning
 from .log import Log
 from .net import LinkEnd
@@ -116,6 +118,7 @@ class Engine:
         dispatch: Callable[[Work], None],
         draw_request: Callable[["Engine", int], Request | None],
         connect: Callable[[Callable[[Any], None]], LinkEnd],
+        echo: Echo,
     ) -> None:
         self.name = name
         self.core = ClientCore(settings)
@@ -130,6 +133,7 @@ class Engine:
         self._log = log
         self._rng = rng
         self._dispatch = dispatch
+        self._echo = echo
         self._draw_request = draw_request
         self._world_size = settings.world_size
         self._free: deque[int] = deque(range(habits.num_blocks))
@@ -157,6 +161,15 @@ class Engine:
             raise Broken(f"{self.name} was refused: {message.code} {message.text}")
         self.core.on_message(message, self._clock.now_ns)
         self._flush()
+        if isinstance(message, LookupAnswer | StepAnswer | JobsEnded):
+            self._echo.remember(message)
+        if (old := self._echo.draw()) is not None:
+            self._log(self.name, "<- daemon again: {}", old)
+            before = self.core.describe()
+            self.core.on_message(old, self._clock.now_ns)
+            self._flush()
+            if self.core.describe() != before:
+                raise Broken(f"I5: {self.name}: {old.TAG} again turns {before} into {self.core.describe()}")
 
     def _flush(self) -> None:
         for message in self.core.outgoing():

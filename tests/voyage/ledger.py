@@ -17,7 +17,7 @@ from typing import Any
 from kvferry.proto.columns import spans, split_keys, u8, u32, u64
 from kvferry.proto.control import Attach, Register, Rotate
 from kvferry.proto.hot import Done, JobsEnded, Lookup, LookupAnswer, Plan, Step, StepAnswer
-from kvferry.proto.outcome import Kind, Outcome, Reason
+from kvferry.proto.outcome import Kind, Next, Outcome, Reason
 from kvferry.scheduler_daemon.core.api import LinkLost, Received, Send, WorkerReaped
 
 from .memory import PoolFile, Stamps
@@ -92,9 +92,12 @@ class Ledger:
         self.jobs: dict[int, Job] = {}
         self.live: dict[int, Job] = {}  # not ended, or a copy still runs
         self.ready: dict[Name, tuple[int, int]] = {}  # -> (slot, generation)
+        self.pending: dict[Name, int] = {}  # -> the store that may still bring it
         self.slots: dict[int, Name] = {}  # READY slots
         self.users: dict[int, set[int]] = {}  # slot -> live jobs that touch it
         self.ended_ok = self.ended_badly = self.hits = self.refusals = 0
+        self._just_ended = False  # some job ended in the present step
+        self._evicted: set[Name] = set()  # by the present step
         self._engines: dict[int, Engine] = {}
         self._by_worker: dict[int, Engine] = {}
         self._links: dict[int, int] = {}  # link -> worker
@@ -116,6 +119,8 @@ class Ledger:
                     job.gone.add(event.worker)
         elif isinstance(event, LinkLost):
             self._engines.pop(event.link, None)
+        self._just_ended = any(isinstance(a, Send) and isinstance(a.message, JobsEnded) for a in actions)
+        self._evicted.clear()
         # Plans name the jobs that answers and ends speak of, whatever order the actions have.
         for kind in (Plan, JobsEnded, StepAnswer, LookupAnswer):
             for action in actions:
@@ -244,10 +249,14 @@ class Ledger:
             old = self.slots.pop(slot, None)
             if old is not None:
                 del self.ready[old]
+                self._evicted.add(old)
             if name in self.ready:
                 raise Broken(f"job {job.job:x} stores {name} again, which is held in slot {self.ready[name]}")
             if generation <= self._pools[0].gen_open[slot]:
                 raise Broken(f"rule 4: job {job.job:x} does not raise the generation of slot {slot}")
+            if name in self.pending:
+                raise Broken(f"job {job.job:x} stores {name}, which job {self.pending[name]:x} is storing")
+            self.pending[name] = job.job
             self.users[slot] = {job.job}
 
     def _pin(self, job: Job) -> None:
@@ -282,6 +291,8 @@ class Ledger:
                 wish.refused = True
                 if reason:
                     self.refusals += 1
+                if wish.kind == Kind.STORE:
+                    self._is_taken(wish, accepted)
                 continue
             if self.jobs.get(number) is not engine.jobs.get(ticket):
                 raise Broken(f"ticket {ticket} was answered with job {number:x}, which was planned for another")
@@ -305,6 +316,14 @@ class Ledger:
     def _asked(step: Step) -> list[int]:
         return u64(step.store_tickets).tolist() + u64(step.load_tickets).tolist()
 
+    def _is_taken(self, wish: Wish, accepted: int) -> None:
+        """A store without a job: what was accepted of it is held or on its way."""
+        for key in wish.keys[:accepted]:
+            name = (wish.meaning, key)
+            # A later store of the same step may have evicted it again.
+            if not (self._just_ended or name in self.ready or name in self.pending or name in self._evicted):
+                raise Broken(f"I4: {name} was accepted; it is neither held nor on its way")
+
     @staticmethod
     def _must_name(engine: Engine, number: int, ticket: int) -> bool:
         """Whether the writes of a step meet what was accepted of a store, and it did not fail by itself just now."""
@@ -315,12 +334,20 @@ class Ledger:
 
     def _said_hits(self, engine: Engine, answer: LookupAnswer) -> None:
         meaning, keys = engine.lookups[answer.lookup]
-        for at, key in enumerate(keys[: answer.hits]):
-            if (meaning, key) not in self.ready:
-                raise Broken(
-                    f"I2/I8: lookup {answer.lookup} hits key {at} {key.hex()} under {meaning}, which is not held"
-                )
         self.hits += answer.hits
+        if answer.reason != Reason.NONE:
+            return  # turned down as a whole: ranks away, or a stale epoch
+        held = 0
+        while held < len(keys) and (meaning, keys[held]) in self.ready:
+            held += 1
+        after = Next.END if held == len(keys) else Next.MISS
+        if held < len(keys) and (meaning, keys[held]) in self.pending:
+            after = Next.PENDING
+        if (answer.hits, answer.next) != (held, after):
+            raise Broken(
+                f"I2/I8: lookup {answer.lookup} of {len(keys)} keys under {meaning} is told {answer.hits} hits and then"
+                f" {Next(answer.next).name}; the ranks' words make it {held} and {after.name}"
+            )
 
     def _end(self, number: int, outcome: Outcome) -> None:
         job = self.jobs.get(number)
@@ -329,6 +356,9 @@ class Ledger:
         if job.ended is not None:
             raise Broken(f"I4: job {number:x} ended {job.ended.name} and again {outcome.name}")
         job.ended = outcome
+        if job.kind == Kind.STORE:
+            for name in job.names:
+                del self.pending[name]
         words = job.reports.values()
         if outcome == Outcome.OK:
             self.ended_ok += 1

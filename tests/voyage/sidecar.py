@@ -24,7 +24,8 @@ from kvferry.proto.tether import Begin, CancelTickets, Detach, RankRegister, Ran
 from kvferry.scheduler_daemon.core import api as daemon_api
 from kvferry.scheduler_daemon.core.core import Core
 
-from .clock import MS, Clock
+from .clock import Clock
+from .echo import Echo
 from .ledger import Broken, Ledger
 from .log import Log
 from .memory import Copier, PoolFile
@@ -33,32 +34,7 @@ from .net import LinkEnd, Network, StreamEnd
 if TYPE_CHECKING:
     from .ranks import Rank
 
-DAEMON_TICK_NS = 20 * MS
 HOT = (Lookup, Step, Renew, Done)
-
-
-class Echo:
-    """Says an old message once more, now and then: it must change nothing."""
-
-    def __init__(self, rng: random.Random, share: float) -> None:
-        self._rng = rng
-        self._share = share
-        self._old: list[Any] = []
-        self.count = 0
-
-    def remember(self, item: Any) -> None:
-        """Keep a message; the memory is short."""
-        if self._share:
-            self._old.append(item)
-            if len(self._old) > 30:
-                self._old.pop(self._rng.randrange(30))
-
-    def draw(self) -> Any | None:
-        """An old message, or mostly None."""
-        if self._old and self._rng.random() < self._share:
-            self.count += 1
-            return self._rng.choice(self._old)
-        return None
 
 
 class Daemon:
@@ -81,7 +57,7 @@ class Daemon:
         self._ledger = ledger
         self._echo = echo
         self._kill = kill
-        clock.after(DAEMON_TICK_NS, self._tick)
+        self._armed_ns: int | None = None
 
     def accept(self, end: LinkEnd) -> None:
         """A peer has connected."""
@@ -95,7 +71,15 @@ class Daemon:
             self._echo.remember((link, message))
         if (old := self._echo.draw()) is not None and old[0] in self.links:
             self._log("daemon", "<- {:x} again: {}", *old)
+            before = self._gauges()
             self.step(daemon_api.Received(*old))
+            # A lookup is a question that may be asked again, and is leased again.
+            if not isinstance(old[1], Lookup) and self._gauges() != before:
+                raise Broken(f"I5: {old[1].TAG} again turns {before} into {self._gauges()}")
+
+    def _gauges(self) -> Any:
+        status = self.core.status()
+        return self.core.at_rest(), status["slots"], status["namespaces"], status["jobs"]
 
     def step(self, event: Any) -> None:
         """One step of the core, its books checked against the ledger's, its actions carried out."""
@@ -119,10 +103,23 @@ class Daemon:
                     self._kill(worker)
                 case daemon_api.Note(text):
                     self._log("daemon", "notes: {}", text)
+        due = self.core.next_due_ns()
+        if due is not None and (self._armed_ns is None or due < self._armed_ns):
+            self._armed_ns = due
+            self._clock.at(due, self._tick, due)
 
-    def _tick(self) -> None:
-        self.step(daemon_api.TimePassed())
-        self._clock.after(DAEMON_TICK_NS, self._tick)
+    def _tick(self, armed_ns: int) -> None:
+        if self._armed_ns == armed_ns:
+            self._armed_ns = None
+            self.step(daemon_api.TimePassed())
+
+    def check_rest(self) -> None:
+        """I6 of the daemon."""
+        if any(self.core.at_rest().values()):
+            raise Broken(f"I6: the daemon is not at rest: {self.core.at_rest()}")
+        for link, end in self.links.items():
+            if end.link.in_flight:
+                raise Broken(f"I6: the daemon's link {link:x} has unacknowledged messages")
 
 
 class Worker:
@@ -261,7 +258,17 @@ class Worker:
         self._echo.remember(event)
         if (old := self._echo.draw()) is not None:
             self._log(self.name, "again: {}", old)
+            assert self.core is not None
+            before = self._gauges()
             self._step(old)
+            if self._gauges() != before:
+                raise Broken(f"I5: {self.name}: {old} again turns {before} into {self._gauges()}")
+
+    def _gauges(self) -> Any:
+        assert self.core is not None
+        told = self.core.describe()
+        del told["counters"]
+        return told, sorted(self.copies), sorted(self.copier.busy)
 
     def _step(self, event: Any) -> None:
         assert self.core is not None

@@ -16,13 +16,14 @@ from kvferry.proto.layout import Group, Handle, Layout, Region
 from kvferry.scheduler_daemon.core import api as daemon_api
 
 from .clock import MS, US, Clock, S
+from .echo import Echo
 from .engine import Engine, Habits, Keys, Request, Work
 from .ledger import Broken, Ledger
 from .log import Log
 from .memory import PoolFile, Stamps
 from .net import LinkEnd, Network, StreamEnd, Weather
 from .ranks import Rank
-from .sidecar import Daemon, Echo, Worker
+from .sidecar import Daemon, Worker
 
 PAYLOAD_BYTES = 4096
 BLOCK_TOKENS = 16
@@ -53,7 +54,7 @@ class Voyage:
         self._rng = rng = random.Random(seed)
         self.world_size = rng.choices((2, 3, 4, 6, 8), (50, 20, 18, 6, 6))[0]
         num_engines = rng.choices((1, 2, 3), (40, 45, 15))[0]
-        self.num_steps = max(10, 130 // (self.world_size * num_engines))
+        self.num_steps = max(8, 100 // (self.world_size * num_engines))
         self.num_slots = rng.choice((4, 6, 8, 12, 20))
         self.stamps = Stamps()
         self.keys = Keys()
@@ -62,7 +63,7 @@ class Voyage:
         self.net = Network(self.clock, self._fork(), self.weather)
         self.pools = [PoolFile(self.num_slots) for _ in range(self.world_size)]
         self.ledger = Ledger(self.stamps, self.pools)
-        echo = rng.choice((0.0, 0.0, 0.05, 0.3))
+        self._echo_share = echo = rng.choice((0.0, 0.0, 0.05, 0.3))
         self.daemon = Daemon(
             self.clock, self.log, self.ledger, self._draw_daemon(), Echo(self._fork(), echo), self._kill
         )
@@ -246,6 +247,7 @@ class Voyage:
             dispatch,
             self._draw_request,
             connect,
+            Echo(self._fork(), self._echo_share),
         )
         self.engines.append(engine)
         return engine
@@ -288,14 +290,16 @@ class Voyage:
                     raise
             stop = clock.now_ns + 100 * MS
             while clock.now_ns < stop:
-                clock.run_one()
+                if not clock.run_one():
+                    clock.now_ns = stop
         self.ledger.check_ready()
 
     def _until(self, happened: Callable[[], bool], bound_ns: int) -> None:
         ends = self.clock.now_ns + bound_ns
         run_one = self.clock.run_one
         while not happened():
-            run_one()
+            if not run_one():
+                self.clock.now_ns = ends + 1  # nothing will ever happen again
             if self.clock.now_ns > ends:
                 waiting = [f"{r.name} {r.state}" for e in self.engines for r in [*e.requests, *e.zombies]]
                 raise Broken(
@@ -313,9 +317,7 @@ class Voyage:
             worker.check_rest()
             if worker.link.link.in_flight:
                 raise Broken(f"I6: {worker.name}'s link has unacknowledged messages")
-        for link, end in self.daemon.links.items():
-            if end.link.in_flight:
-                raise Broken(f"I6: the daemon's link {link:x} has unacknowledged messages")
+        self.daemon.check_rest()
 
     def _tally(self) -> dict[str, int]:
         engines = self.engines
