@@ -33,6 +33,8 @@ def main() -> NoReturn:
     options = parse()
     set_up()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, who stops us in order
+    # A copy thread that comes back from a copy waits for the interpreter's lock at most this long (default 5 ms).
+    sys.setswitchinterval(0.0005)
     try:
         run_dir = RunDir.at(options.run_dir)
         device = open_device(options.device)

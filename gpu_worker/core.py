@@ -255,7 +255,7 @@ class WorkerCore:
         if len(torn):
             # The blocks whose slots still stand are loaded all the same: the engine keeps them.
             transfer.torn = torn
-            transfer.to_copy = np.setdiff1d(transfer.to_copy, torn).astype(np.uint32)
+            transfer.to_copy = np.delete(transfer.to_copy, torn)
 
     # ---- ends ----------------------------------------------------------------------------------
 
@@ -304,7 +304,9 @@ class WorkerCore:
         torn = self._headers.torn(transfer.slots, transfer.generations)
         if len(torn) or len(transfer.torn):
             # A slot that was torn before stays failed, even if it looks whole by now.
-            transfer.torn = np.union1d(torn, transfer.torn).astype(np.uint32)
+            is_torn = np.zeros(len(transfer.blocks), dtype=bool)
+            is_torn[torn] = is_torn[transfer.torn] = True
+            transfer.torn = np.flatnonzero(is_torn).astype(np.uint32)
             transfer.outcome = Outcome.TORN
 
     def _end(self, transfer: Transfer, outcome: Outcome, now_ns: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvferry.gpu_worker.api import U32, U64
 from kvferry.gpu_worker.devices.base import MAX_DESCRIPTORS, MAX_PLAN_BYTES, CopyPlan, PlanError
+from kvferry.gpu_worker.plans import has_repeats
 from kvferry.proto.layout import Group
 from kvferry.proto.limits import PAGE_BYTES
 from kvferry.proto.outcome import Kind
@@ -71,7 +72,7 @@ class Planner:
         if int(slots.max()) >= self._num_slots:
             raise PlanError("plan.slot", f"slot {int(slots.max())} of {self._num_slots}")
         targets = slots if kind is Kind.STORE else blocks
-        if len(np.unique(targets)) != len(targets):
+        if has_repeats(targets):
             raise PlanError("plan.twice", "a destination is named twice: two copies into one place have no order")
 
 
