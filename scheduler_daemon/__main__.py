@@ -4,6 +4,7 @@ It ends with 0 when it is told to stop or when the supervisor is gone.
 """
 
 import argparse
+import gc
 import logging
 import secrets
 import signal
@@ -54,7 +55,12 @@ def main(argv: list[str] | None = None) -> int:
         control = Channel.inherited(arguments.control_fd)
         table = TableFile(run_dir.table)
         core = Core(settings, make_table=partial(table.make, dtype=RECORD))
-        Daemon(run_dir, core, control).run()
+        daemon = Daemon(run_dir, core, control)
+        # The index is millions of acyclic entries: one full collection over them costs more than a step may take.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        daemon.run()
     except (KvferryError, OSError) as error:
         log.error("%s", error)
         return 1

@@ -6,11 +6,9 @@
 
 Each wake-up drains every socket without blocking, lets the core act, puts all answers on the wire, and
 sleeps until the next frame or the next thing due. Nothing slow is done here: no disk, no KV byte, no name
-lookup. Garbage collection is off from the start of serving: the index is millions of acyclic entries, and
-one full collection over them would cost more than a step may take.
+lookup.
 """
 
-import gc
 import logging
 import os
 import time
@@ -99,15 +97,13 @@ class Daemon:
 
     def run(self) -> None:
         """Serve until told to stop."""
-        gc.collect()
-        gc.freeze()
-        gc.disable()
         self._control.send({"event": "ready"})
         while not self._stopping:
             self._wake(self._sleep())
         self._tethers.close()
         self._router.close(0)
         self._context.term()
+        self._control.close()
 
     # ---- one turn ------------------------------------------------------------------------------------
 

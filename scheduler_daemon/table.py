@@ -53,4 +53,5 @@ class TableFile:
 
     def close(self) -> None:
         """Give the lock back. The file stays: the supervisor removes it."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)  # a mapping keeps a copy of the descriptor, and with it the lock
         os.close(self._fd)
