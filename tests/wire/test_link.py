@@ -234,6 +234,9 @@ def test_a_window_full_of_bytes_takes_no_more(monkeypatch: pytest.MonkeyPatch) -
     assert one.has_room(4)
     assert not one.send(bytes(5), 0)
     assert one.send(bytes(4), 0)
+    assert not one.send(b"x", 0)
+    one.receive(Frame(FrameKind.ACK, ID, 0, 1, b""), 0)
+    assert one.send(bytes(6), 0), "what is acknowledged makes room"
 
 
 def test_an_acknowledgement_of_what_was_never_sent_is_ignored() -> None:

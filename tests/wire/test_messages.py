@@ -4,6 +4,7 @@ Valid instances are drawn from the declared field kinds, so a new hot message is
 """
 
 import pickle  # noqa: TID251 - what a hostile peer sends
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -298,6 +299,18 @@ def test_case_131_pickles_garbage_deep_nesting_and_huge_counts_are_refused_witho
         assert refuse(msgpack.packb(["status.answer", {"status": {"a": extension}}])).code == "message.malformed"
 
 
+def test_case_131_a_small_message_that_announces_much_reserves_little() -> None:
+    """Case 131: memory stays flat. Five bytes may announce 16 million items, at each of a thousand depths."""
+    raw = b"\xdd\x00\xff\xff\xff" * 1000
+    tracemalloc.start()
+    try:
+        refuse(raw)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+
+
 def test_a_frame_past_the_limit_is_refused_by_its_length_alone() -> None:
     assert refuse(memoryview(bytearray(limits.MAX_FRAME_BYTES + 1))).code == "frame.size"  # type: ignore[arg-type]
 
@@ -317,6 +330,22 @@ def test_columns_that_disagree_are_refused_with_both_counts() -> None:
     assert error.code == "message.lengths"
     assert "jobs has 2" in error.text
     assert "outcomes has 1" in error.text
+
+
+@pytest.mark.parametrize(("tag", "name"), [(tag, name) for tag, shapes in SHAPES.items() for name in shapes])
+@settings(max_examples=8)
+@given(data=st.data())
+def test_a_column_longer_than_its_companions_is_refused(tag: str, name: str, data: st.DataObject) -> None:
+    message = data.draw(hot_messages(MESSAGES[tag]))
+    kinds = dict(field_kinds(type(message)))
+    more = getattr(message, name) + bytes(kinds[name].width)
+    if tag == "lookup":  # any whole number of keys is a lookup
+        message = replace(message, key_bytes=2, keys=b"")
+        more = b"k"
+    longer = replace(message, **{name: more})
+    assert refuse(_raw(longer)).code == "message.lengths"
+    with pytest.raises(LocalProtocolError):
+        pack(longer)
 
 
 @pytest.mark.parametrize(
@@ -410,6 +439,26 @@ def test_a_probe_outside_its_memory_is_refused_at_decoding() -> None:
     for probe in (tether.Probe(handle=1, offset=0, expect=b"a"), tether.Probe(handle=0, offset=1279, expect=b"ab")):
         message = tether.RankRegister(engine_id="e", rank=0, world_size=1, layout=layout(), probes=(probe,))
         assert refuse(msgpack.packb([message.TAG, message.to_map()])).code == "layout.probe"
+
+
+def test_an_attachment_names_as_many_block_sizes_as_groups_and_at_least_one() -> None:
+    (attach,) = (sample for sample in CONTROL_SAMPLES if isinstance(sample, control.Attach))
+    for sizes in ((), (128, 64)):
+        error = refuse(msgpack.packb(["attach", {**attach.to_map(), "payload_bytes": sizes}]))
+        assert error.code == "message.lengths"
+    refuse(msgpack.packb(["attach", {**attach.to_map(), "payload_bytes": (), "block_tokens": ()}]))
+
+
+def test_more_descriptors_than_the_kernel_passes_at_once_are_refused() -> None:
+    for count, fits in ((limits.MAX_DESCRIPTORS - 1, True), (limits.MAX_DESCRIPTORS, False)):
+        one = layout()
+        many = one.model_copy(update={"handles": one.handles * count})
+        message = tether.RankRegister(engine_id="e", rank=0, world_size=1, layout=many)
+        raw = msgpack.packb([message.TAG, message.to_map()])
+        if fits:
+            assert unpack(raw) == message
+        else:
+            assert refuse(raw).code == "message.limit"
 
 
 @pytest.mark.parametrize("values", [np.array([-1]), np.array([1 << 32]), [-1], [1 << 32]], ids=str)
