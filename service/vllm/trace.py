@@ -1,4 +1,4 @@
-"""Where a load's time went, as one JSON line each, and why there was none: for finding waste, off unless `kvferry.trace` names a file.
+"""Where a load's time went, as one JSON line each, and why there was none: off unless `kvferry.trace` names a file.
 
     asked ──lookup──▶ answered ──▶ allocated ──▶ told ──the ranks: wait, copy──▶ received
 
