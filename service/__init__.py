@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RankCounters,
         RankReport,
         View,
+        from_arrays,
         from_views,
         shared_array,
     )
@@ -46,6 +47,7 @@ __all__ = [
     "Reason",
     "View",
     "__version__",
+    "from_arrays",
     "from_views",
     "shared_array",
 ]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvferry.client.client import Client
-    from kvferry.client.memory import KVMemory, View, from_views, shared_array
+    from kvferry.client.memory import KVMemory, View, from_arrays, from_views, shared_array
     from kvferry.client.rank import RankClient
     from kvferry.client.types import (
         ClientCounters,
@@ -32,6 +32,7 @@ _HOMES = {
     "RankClient": "rank",
     "KVMemory": "memory",
     "View": "memory",
+    "from_arrays": "memory",
     "from_views": "memory",
     "shared_array": "memory",
     "ClientCounters": "types",
@@ -55,6 +56,7 @@ __all__ = [
     "RankCounters",
     "RankReport",
     "View",
+    "from_arrays",
     "from_views",
     "shared_array",
 ]

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +31,7 @@ from kvferry.net.paths import RunDir
 from kvferry.proto import limits
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.page import PageWriter
-from kvferry.proto.tether import RankRegister
+from kvferry.proto.tether import Probe, RankRegister
 
 log = logging.getLogger("kvferry.client")
 
@@ -87,6 +87,7 @@ class RankClient:
         self._on_note = on_note
         self._lock = threading.RLock()
         self._tether: Tether | None = None
+        self._attempt: socket.socket | None = None  # an attachment on its way, so that close can end it
         self._pidfds: dict[int, int] = {}  # worker -> its proof of death
         self._notes: list[str] = []
         self._last_note = ""
@@ -177,6 +178,9 @@ class RankClient:
             self._core.detach()
             tether = self._tether
             self._guarded(self._send)
+            if self._attempt is not None:
+                with suppress(OSError):
+                    self._attempt.shutdown(socket.SHUT_RDWR)
         self._wake.set()
         if tether is not None:
             tether.wait_end(CLOSE_S)
@@ -252,6 +256,20 @@ class RankClient:
         """Try one worker; seconds until the next look. The same path at start and after each loss."""
         probing = self._memory.probing() if is_idle and self._memory.probing else nullcontext(())
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with self._lock:
+            if self._closed:
+                sock.close()
+                return WATCH_S
+            self._attempt = sock
+        try:
+            return self._attach_over(sock, probing, timeout_s)
+        finally:
+            with self._lock:
+                self._attempt = None
+
+    def _attach_over(
+        self, sock: socket.socket, probing: AbstractContextManager[tuple[Probe, ...]], timeout_s: float
+    ) -> float:
         try:
             sock.settimeout(timeout_s)
             sock.connect(self._path)
