@@ -47,7 +47,7 @@ def wait_for(ask, what: str, patience_s: float = PATIENCE_S):
 
 
 class FakeDaemon:
-    """One boot of a daemon that serves one link."""
+    """One boot of a daemon. It answers the link whose message was taken last."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self.context = zmq.Context()
@@ -58,9 +58,9 @@ class FakeDaemon:
         self.listener.bind(str(run_dir.tether))
         self.listener.listen()
         self.tethers: list[socket.socket] = []
-        self.identity = b""
-        self.link: Link | None = None
-        self.inbox: list = []
+        self.links: dict[int, tuple[bytes, Link]] = {}
+        self.link = 0  # whom `send` reaches
+        self.inbox: list[tuple[int, object]] = []
 
     def turn(self) -> None:
         """Take and give what is there; waits a little if there is nothing."""
@@ -72,36 +72,35 @@ class FakeDaemon:
             connection, _ = self.listener.accept()
             self.tethers.append(connection)
         if self.router in ready:
-            self.identity, raw = self.router.recv_multipart()
+            identity, raw = self.router.recv_multipart()
             got = unpack_frame(raw)
-            if self.link is None or self.link.id != got.link:
-                self.link = Link(LinkId(got.link))
-            self.inbox += [unpack(body) for body in self.link.receive(got, time.monotonic_ns())]
+            _, link = self.links.setdefault(got.link, (identity, Link(LinkId(got.link))))
+            self.inbox += [(got.link, unpack(body)) for body in link.receive(got, time.monotonic_ns())]
         self.flush()
 
     def flush(self) -> None:
-        if self.link is not None:
-            self.link.tick(time.monotonic_ns())
-            for raw in self.link.outgoing():
-                self.router.send_multipart([self.identity, raw])
+        for identity, link in self.links.values():
+            link.tick(time.monotonic_ns())
+            for raw in link.outgoing():
+                self.router.send_multipart([identity, raw])
 
     def send(self, message) -> None:
-        assert self.link is not None
-        assert self.link.send(pack(message), time.monotonic_ns())
+        assert self.links[self.link][1].send(pack(message), time.monotonic_ns())
         self.flush()
 
     def take(self, kind):
-        """The next message of this type."""
+        """The next message of this type, from whichever worker."""
 
         def ask():
             self.turn()
-            for message in self.inbox:
+            for sender, message in self.inbox:
                 if isinstance(message, kind):
-                    self.inbox.remove(message)
+                    self.inbox.remove((sender, message))
+                    self.link = sender
                     return message
             return None
 
-        return wait_for(ask, f"{kind.__name__} from the worker")
+        return wait_for(ask, f"{kind.__name__} from a worker")
 
     def close(self) -> None:
         self.router.close(0)
@@ -202,11 +201,13 @@ class Sidecar:
         self.listener.listen()
         self.daemon = FakeDaemon(self.run_dir)
         self.processes: list[subprocess.Popen] = []
-        self.control = self.spawn()
+        self.controls: list[Channel] = []
+        self.spawn()
 
-    def spawn(self) -> Channel:
-        """Start a worker; the supervisor's end of its channel."""
+    def spawn(self) -> None:
+        """Start a worker, a spare of the same rank."""
         control, theirs = Channel.pair()
+        self.controls.append(control)
         with theirs:
             self.processes.append(
                 subprocess.Popen(
@@ -218,32 +219,35 @@ class Sidecar:
                     pass_fds=[self.listener.fileno(), theirs.fileno()],
                 )
             )
-        return control
 
     @property
     def worker(self) -> subprocess.Popen:
         return self.processes[0]
 
-    def hear(self, event: str) -> dict:
-        """The worker's next word on its control channel, which is this one."""
-        select.select([self.control], [], [], PATIENCE_S)
-        (said,) = self.control.receive()
+    @property
+    def control(self) -> Channel:
+        return self.controls[0]
+
+    def hear(self, event: str, worker: int = 0) -> dict:
+        """A worker's next word on its control channel, which is this one."""
+        select.select([self.controls[worker]], [], [], PATIENCE_S)
+        (said,) = self.controls[worker].receive()
         assert said["event"] == event
         return said
 
-    def make_spare(self) -> None:
-        """Let the worker greet the daemon and become ready."""
+    def make_spare(self, worker: int = 0) -> None:
+        """Let a worker greet the daemon and become ready."""
         assert self.daemon.take(Hello).role == "worker"
         self.daemon.send(Welcome(major=1, minor=0, boot=5, tp_size=1))
-        self.hear("ready")
+        self.hear("ready", worker)
 
-    def serve(self, rank: FakeRank, slots: int = 8) -> RankRegistered:
+    def serve(self, rank: FakeRank, slots: int = 8, worker: int = 0) -> RankRegistered:
         """Let the rank register and the daemon agree."""
         rank.register()
         attach = self.daemon.take(Attach)
         assert (attach.worker, attach.engine_id) == (WORKER_ID, "e")
         self.daemon.send(Attached(slots=slots))
-        self.hear("taken")
+        self.hear("taken", worker)
         return rank.take(RankRegistered)
 
     def plan(self, ticket: int, kind: Kind, blocks: list[int], slots: list[int], generation: int = 1) -> None:
@@ -276,7 +280,8 @@ class Sidecar:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)
             process.wait()
-        self.control.close()
+        for control in self.controls:
+            control.close()
         self.daemon.close()
         self.listener.close()
         pool.remove(self.run_dir.pool(0))

@@ -83,6 +83,76 @@ def test_a_load_of_a_slot_that_was_never_stored_fails_and_the_worker_lives(serve
     assert transfer(sidecar, rank, 3, Kind.LOAD, [8], [5]) == (Outcome.OK, [])
 
 
+def test_many_jobs_at_once_move_exactly_the_bytes_that_they_name(served):
+    """A dumb twin in numpy holds what each slot and block must hold; jobs overlap in time, never in place."""
+    sidecar, rank = served
+    random = np.random.default_rng(5)
+    rank.kv[:] = random.integers(0, 256, rank.kv.shape, dtype=np.uint8)
+    slots: dict[int, np.ndarray] = {}
+    generations = dict.fromkeys(range(8), 0)
+    ticket = 0
+    for _ in range(30):
+        places = random.permutation(8).tolist()
+        blocks = random.permutation(16).tolist()
+        expected, begun = {}, []
+        while places:
+            ticket += 1
+            count = int(random.integers(1, 4))
+            mine, places = places[:count], places[count:]
+            theirs = [blocks.pop() for _ in mine]
+            if random.random() < 0.5:
+                for slot, block in zip(mine, theirs, strict=True):
+                    generations[slot] = ticket
+                    slots[slot] = rank.kv[:, block].copy()
+                sidecar.plan(ticket, Kind.STORE, theirs, mine, generation=ticket)
+                expected[ticket] = Outcome.OK
+            else:
+                # A load's plan names one generation here: slots of another are torn for it.
+                generation = generations[mine[0]]
+                sidecar.plan(ticket, Kind.LOAD, theirs, mine, generation=generation)
+                whole = generation > 0 and all(generations[slot] == generation for slot in mine)
+                expected[ticket] = Outcome.OK if whole else Outcome.TORN
+                for slot, block in zip(mine, theirs, strict=True):
+                    if generations[slot] == generation > 0:
+                        expected[block, "bytes"] = slots[slot]
+            begun.append(ticket)
+        rank.send(Begin(mark=rank.page.signal(), tickets=pack_u64(begun)))
+        ended = {}
+        while len(ended) < len(begun):
+            words = rank.take(Words)
+            ended |= dict(zip(u64(words.tickets).tolist(), u8(words.outcomes).tolist(), strict=True))
+        assert ended == {number: outcome for number, outcome in expected.items() if isinstance(number, int)}
+        for place, wanted in expected.items():
+            if isinstance(place, tuple):
+                assert np.array_equal(rank.kv[:, place[0]], wanted)
+
+
+def test_two_engines_share_a_pool_file_and_one_of_them_dies_alone(sidecar, connect):
+    """Case 87, and case 83: each worker reports for itself; the other's bytes, jobs and process stay."""
+    first = connect()
+    sidecar.serve(first)
+    first_link = sidecar.daemon.link
+    sidecar.spawn()
+    sidecar.make_spare(worker=1)
+    second = connect()
+    sidecar.serve(second, worker=1)
+    second_link = sidecar.daemon.link
+
+    sidecar.daemon.link = first_link
+    pattern = first.stamp(3, seed=3)
+    assert transfer(sidecar, first, 1, Kind.STORE, [3], [6]) == (Outcome.OK, [])
+    sidecar.plan(2, Kind.STORE, [4], [7])
+    sidecar.processes[0].send_signal(signal.SIGSTOP)
+    first.send(Begin(mark=first.page.signal(), tickets=pack_u64([2])))
+    sidecar.processes[0].send_signal(signal.SIGKILL)
+    first.socket.close()
+
+    sidecar.daemon.link = second_link
+    assert transfer(sidecar, second, 1, Kind.LOAD, [9], [6]) == (Outcome.OK, [])
+    assert np.array_equal(second.kv[:, 9], pattern)
+    assert sidecar.processes[1].poll() is None
+
+
 def test_the_end_of_the_tether_makes_the_worker_report_and_exit(served):
     sidecar, rank = served
     rank.socket.close()
