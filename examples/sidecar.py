@@ -1,5 +1,6 @@
 """A kvferry of one's own for a demonstration or a test: its own run dir, gone without a trace afterwards."""
 
+import ctypes
 import signal
 import subprocess
 import sys
@@ -7,9 +8,17 @@ import tempfile
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from kvferry.net.paths import RunDir
+
+PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None)
+
+
+def _end_with_parent() -> None:
+    """In the child: SIGTERM if the thread that started it dies, so that even a SIGKILL of the demo leaves nothing."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class SidecarError(RuntimeError):
@@ -22,8 +31,7 @@ class Sidecar:
     """
 
     def __init__(self, tp: int, host_memory: str, ready_timeout_s: float = 60.0) -> None:
-        # Short: the path of a unix socket holds 107 bytes.
-        self._temporary = tempfile.TemporaryDirectory(prefix="kvferry-demo-", dir="/tmp")
+        self._temporary = tempfile.TemporaryDirectory(prefix="kvferry-demo-")
         self.run_dir = Path(self._temporary.name) / "run"
         self.command = [sys.executable, "-m", "kvferry.cli.main", "up", "--run-dir", str(self.run_dir)]
         self.command += ["--tp-size", str(tp), "--host-memory", host_memory, "--device", "cpu"]
@@ -34,7 +42,12 @@ class Sidecar:
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process = subprocess.Popen(
-                self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+                self.command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                process_group=0,
+                preexec_fn=_end_with_parent,
             )
             self._reader = threading.Thread(target=self._read, name="sidecar-output", daemon=True)
             self._reader.start()

@@ -50,3 +50,4 @@ class KvferryConfig:
     engine_id: str
     run_dir: Path | None = None
     attach_timeout_s: float = 5.0
+    patience_s: float = 0.020  # how long a request may wait for a lookup's answer before it is a miss

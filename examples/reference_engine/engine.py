@@ -177,4 +177,5 @@ def _make_client(config: EngineConfig, kvferry: KvferryConfig) -> Client:
         block_tokens=config.block_tokens,
         run_dir=kvferry.run_dir,
         facts=facts(config),
+        patience_s=kvferry.patience_s,
     )

@@ -52,7 +52,8 @@ class Offload:
     def held_blocks(self, request: Request) -> int | None:
         """How many leading blocks kvferry holds; None: not known yet, ask in the next step.
 
-        None comes for a bounded time only (the client's `patience_s`), then the answer is 0.
+        None comes for a bounded time only (the client's `patience_s`), then the answer is 0. (`Hits.next` tells
+        whether a store of the next key is on its way; this engine rather computes than waits for it.)
         """
         if not self.client:
             return 0
