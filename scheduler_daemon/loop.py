@@ -69,6 +69,7 @@ class Daemon:
         self._now_ns = now_ns
         self._started_ns = now_ns()
         self._workers: list[dict[str, Any]] = []  # as the supervisor last said
+        self._deaths = {"daemon_restarts": 0, "workers_died": 0}
         self._bad_logged_ns = 0
         self._bad_seen = 0
         self._stopping = False
@@ -175,6 +176,7 @@ class Daemon:
                     self._events([WorkerReaped(WorkerId(event["worker"]))], now)
                 case "workers":
                     self._workers = event["workers"]
+                    self._deaths = {name: event.get(name, 0) for name in self._deaths}
                 case "stop":
                     self._stopping = True
                 case other:
@@ -224,6 +226,7 @@ class Daemon:
             **self._core.status(),
             "daemon_pid": os.getpid(),
             "uptime_s": round((self._now_ns() - self._started_ns) / 1e9, 3),
+            **self._deaths,
             "workers": [{**worker, "worker": f"{worker['worker']:016x}"} for worker in self._workers],
             "links": {role: roles.count(role) for role in ("client", "worker", "admin")},
             "bad_messages": dict(self._switchboard.bad),

@@ -71,5 +71,13 @@ def _rows(items: list[Any]) -> list[str]:
 
 def _show(name: str, value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{k}={_show(k, v)}" for k, v in value.items()) or "-"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and "pid" not in name else str(value)
+        return " ".join(f"{key}={_show(key, one)}" for key, one in value.items()) or "-"
+    if isinstance(value, list):
+        return "; ".join(_show(name, one) for one in value) or "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and "pid" not in name:
+        return f"{value:,}"
+    text = str(value)
+    # A digest is told from another by its first letters; --json has all of it.
+    return text[:12] if len(text) == 64 and name in ("name", "namespace") else text

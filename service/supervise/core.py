@@ -318,7 +318,8 @@ class Supervisor:
             {"worker": c.id, "rank": c.rank, "pid": c.pid, "state": c.life.value, "engine": c.engine}
             for c in self.workers()
         ]
-        return self._tell_daemon({"event": "workers", "workers": listed})
+        died = {"daemon_restarts": self.restarts, "workers_died": self.workers_died}
+        return self._tell_daemon({"event": "workers", "workers": listed, **died})
 
     def _tell_daemon(self, message: dict[str, Any]) -> list[Action]:
         daemon = self._daemon()
