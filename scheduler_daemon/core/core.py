@@ -111,7 +111,12 @@ class Core:
             case Lookup():
                 lookups.take_lookup(desk, session, message)
             case Step():
-                steps.take_step(desk, session, message)
+                try:
+                    steps.check_size(message)
+                except RemoteProtocolError as error:
+                    people.refuse_link(desk, link, error)
+                else:
+                    steps.take_step(desk, session, message)
             case Renew():
                 lookups.take_renew(desk, session, message)
             case Rotate():

@@ -11,6 +11,7 @@ from kvferry.proto.columns import pack_u8, pack_u64
 from kvferry.proto.control import Hello
 from kvferry.proto.hot import Cancel, JobsEnded
 from kvferry.proto.ids import LinkId
+from kvferry.proto.limits import MAX_JOBS
 from kvferry.scheduler_daemon.core.api import Action, CoreSettings, Outgoing, Send
 from kvferry.scheduler_daemon.core.counters import Counters
 from kvferry.scheduler_daemon.core.engines import Engine, Session, Worker
@@ -89,11 +90,13 @@ class Desk:
         for worker_id, jobs in self.cancels.items():
             worker = self.workers.get(worker_id)
             if worker is not None and worker.link is not None:
-                self.send(worker.link, Cancel(jobs=pack_u64(jobs)))
+                for start in range(0, len(jobs), MAX_JOBS):
+                    self.send(worker.link, Cancel(jobs=pack_u64(jobs[start : start + MAX_JOBS])))
         self.cancels.clear()
         for link, ended in self.ended.items():
             if link in self.sessions:
-                self.send(link, _jobs_ended(ended))
+                for start in range(0, len(ended), MAX_JOBS):
+                    self.send(link, _jobs_ended(ended[start : start + MAX_JOBS]))
         self.ended.clear()
         actions, self.out = self.out, []
         return actions

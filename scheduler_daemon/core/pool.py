@@ -65,7 +65,7 @@ class HostPool:
         needed = 0  # places that the chain so far takes or keeps from eviction
         accepted = len(keys)
         full = False
-        for at, (key, entry) in enumerate(zip(keys, index.find(keys), strict=True)):
+        for at, (key, entry) in enumerate(zip(keys, index.walk(keys), strict=True)):
             if entry is None:
                 if key in missing:
                     continue

@@ -10,7 +10,9 @@ leaves.
 
 import numpy as np
 
+from kvferry.proto import limits
 from kvferry.proto.columns import U32, pack_u8, pack_u32, pack_u64, spans, split_keys, u8, u32, u64
+from kvferry.proto.errors import RemoteProtocolError
 from kvferry.proto.hot import Plan, Step, StepAnswer
 from kvferry.proto.ids import Ticket
 from kvferry.proto.outcome import Kind, Outcome, Reason
@@ -22,6 +24,18 @@ from kvferry.scheduler_daemon.core.jobs import State, TransferJobStatus
 from kvferry.scheduler_daemon.core.pool import HostPool
 
 KEPT_ANSWERS = 64
+
+
+def check_size(step: Step) -> None:
+    """RemoteProtocolError if stores and loads together are more than one plan and one answer can carry."""
+    num_tickets = (len(step.store_tickets) + len(step.load_tickets)) // 8
+    num_blocks = (len(step.store_blocks) + len(step.load_blocks)) // 4
+    if num_tickets > limits.MAX_JOBS or num_blocks > limits.MAX_KEYS:
+        raise RemoteProtocolError(
+            "message.limit",
+            f"a step of {num_tickets} tickets and {num_blocks} blocks; it may have"
+            f" {limits.MAX_JOBS} and {limits.MAX_KEYS}, stores and loads together",
+        )
 
 
 def take_step(desk: Desk, session: Session, step: Step) -> None:
@@ -329,7 +343,7 @@ class Intake:
             jobs=pack_u64(self._job_ids),
             accepted=pack_u32(self._accepted),
             reasons=pack_u8(self._reasons),
-            wait_for=pack_u64(wait_for),
+            wait_for=pack_u64(wait_for[: limits.MAX_JOBS]),
         )
 
 
