@@ -185,6 +185,8 @@ class Service:
         if any(event.get("event") == "stop" for event in self._control.receive()) or self._control.ended:
             self._stopping = True
             self._watched.pop(self._control.fileno(), None)
+            self._hear_daemon()  # a load that was begun before the stop is one of those that end well
+            self._hear_rank()
             # As if the daemon were gone: nothing new, but who waits for a running load gets its word.
             self._step(DaemonLost())
             self._end_within(DRAIN_S)

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.gpu_worker.api import U32, U64
-from kvferry.gpu_worker.memory import populate
+from kvferry.gpu_worker.memory import populate, prefault
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.limits import PAGE_BYTES
 
@@ -151,8 +151,7 @@ class Pool:
         self.base = int(self._bytes.__array_interface__["data"][0])
         if prefault:
             # The pages exist; this fills our own page tables, so that the first copies do not fault.
-            for at in range(0, total, POPULATE_BYTES):
-                populate(self.base + at, min(POPULATE_BYTES, total - at))
+            prefault(self.base, total, self._bytes)
 
     @property
     def nbytes(self) -> int:

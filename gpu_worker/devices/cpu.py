@@ -38,7 +38,7 @@ from kvferry.gpu_worker.devices.base import (
     WouldBlock,
 )
 from kvferry.gpu_worker.devices.pieces import Piece, chunks_of, pieces_of
-from kvferry.gpu_worker.memory import populate
+from kvferry.gpu_worker.memory import prefault
 from kvferry.proto.layout import Handle
 from kvferry.proto.outcome import Kind
 
@@ -131,7 +131,7 @@ class CpuDevice:
         array = np.frombuffer(mapped, dtype=np.uint8)
         if info.st_blocks * 512 >= end:
             # All of it exists already: fill this process's page tables now and not during the first copies.
-            populate(_address(array), end)
+            prefault(_address(array), end, array)
         buffer = self._add_buffer(array[handle.base_offset :], mapped)
         return Mapping(buffer.base, handle.nbytes)
 

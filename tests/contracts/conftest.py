@@ -33,6 +33,7 @@ class CpuLab:
         self.knobs = Knobs()
         self.device: Device = CpuDevice(self.knobs)
         self._cleanup = contextlib.ExitStack()
+        self._kept: list[np.ndarray] = []  # mapped until all copies have drained
         self._cleanup.callback(self.device.close)
 
     def engine(self, nbytes: int, base_offset: int = 0, fill: int | None = None) -> EngineMemory:
@@ -47,6 +48,7 @@ class CpuLab:
         """Registered host memory, all zeros."""
         array = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
         self.device.register_host(address(array), nbytes)
+        self._kept.append(array)
         return array
 
     def stall(self) -> None:
