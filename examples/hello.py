@@ -19,7 +19,8 @@ def main(run_dir: str | None = None) -> bool:
         RankClient("hello", 0, world_size=1, memory=memory, run_dir=run_dir) as rank,
         Client("hello", world_size=1, key_bytes=32, num_blocks=16, block_tokens=16, run_dir=run_dir) as client,
     ):
-        client.wait_attached(10)
+        if not client.wait_attached(10):
+            return False
         kv[0:4] = np.random.default_rng(0).integers(1, 256, (4, 4096), dtype=np.uint8)
         before = kv[0:4].copy()
         client.store("first request", keys, [0, 1, 2, 3])
