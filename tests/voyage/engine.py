@@ -99,6 +99,7 @@ class Habits:
     p_rotate: float
     p_cancel: float
     whole_chain: bool  # look up the whole prompt, or only what the own cache lacks
+    reuses_newest: bool  # gives blocks out again that have just been freed
     has_cache: bool  # keeps computed blocks for later requests, as far as they are not given away
     tells_load_blocks: bool  # names a load's blocks in `written` too
     max_running: int = 3
@@ -471,7 +472,10 @@ class Engine:
     def _give(self, block: int) -> None:
         self._refs[block] -= 1
         if self._refs[block] == 0:
-            self._free.append(block)
+            if self.habits.reuses_newest:
+                self._free.appendleft(block)
+            else:
+                self._free.append(block)
 
     def _release(self, request: Request) -> None:
         for block in reversed(request.blocks):

@@ -248,6 +248,9 @@ class Ledger:
                 )
             old = self.slots.pop(slot, None)
             if old is not None:
+                keys = job.wish.keys
+                if old[0] == name[0] and old[1] in keys[: keys.index(name[1])]:
+                    raise Broken(f"store {job.job:x} of {name} evicts {old}, which comes before it in its chain")
                 del self.ready[old]
                 self._evicted.add(old)
             if name in self.ready:

@@ -27,7 +27,7 @@ class Weather:
     double: float = 0.0
     linger: float = 0.0  # a frame that takes far longer than its neighbours
     swap: float = 0.0  # a frame that does not keep its place
-    delay_ns: tuple[int, int] = (20 * US, 2 * MS)
+    delays_ns: tuple[tuple[int, int], ...] = ((20 * US, 2 * MS),)  # each direction of a link has one of these
     linger_ns: tuple[int, int] = (5 * MS, 150 * MS)
 
     def calm(self) -> None:
@@ -44,14 +44,18 @@ class Network:
         self.dropped = self.doubled = self.frames = 0
         self._rng = rng
 
-    def delay(self) -> int:
+    def draw_delay(self) -> tuple[int, int]:
+        """How long frames of one direction of one link take: least and most."""
+        return self._rng.choice(self.weather.delays_ns)
+
+    def delay(self, usual_ns: tuple[int, int]) -> int:
         """How long one frame takes."""
         weather = self.weather
         if weather.linger and self._rng.random() < weather.linger:
             return self._rng.randrange(*weather.linger_ns)
-        return self._rng.randrange(*weather.delay_ns)
+        return self._rng.randrange(*usual_ns)
 
-    def carry(self, raw: bytes, deliver: Callable[[bytes], None], last_ns: int) -> int:
+    def carry(self, raw: bytes, deliver: Callable[[bytes], None], usual_ns: tuple[int, int], last_ns: int) -> int:
         """Bring one frame to `deliver`: once, twice or never, at moments of the network's choice.
 
         Mostly in order, as sockets do: `last_ns` is when the frame before it arrives, the answer when this one does.
@@ -63,11 +67,11 @@ class Network:
             return last_ns
         if weather.double and random() < weather.double:
             self.doubled += 1
-            self.clock.after(self.delay(), deliver, raw)
+            self.clock.after(self.delay(usual_ns), deliver, raw)
         if (weather.linger and random() < weather.linger) or (weather.swap and random() < weather.swap):
-            self.clock.after(self.delay(), deliver, raw)
+            self.clock.after(self.delay(usual_ns), deliver, raw)
             return last_ns
-        last_ns = max(last_ns, self.clock.now_ns + self._rng.randrange(*weather.delay_ns))
+        last_ns = max(last_ns, self.clock.now_ns + self._rng.randrange(*usual_ns))
         self.clock.at(last_ns, deliver, raw)
         return last_ns
 
@@ -83,6 +87,7 @@ class LinkEnd:
         self._on_message = on_message
         self._armed_ns: int | None = None
         self._last_ns = 0
+        self._usual_ns = net.draw_delay()
 
     @staticmethod
     def pair(
@@ -103,7 +108,7 @@ class LinkEnd:
     def _flush(self) -> None:
         for raw in self.link.outgoing():
             if not self.cut:
-                self._last_ns = self._net.carry(raw, self.peer._deliver, self._last_ns)
+                self._last_ns = self._net.carry(raw, self.peer._deliver, self._usual_ns, self._last_ns)
         due = self.link.next_due_ns()
         if due is not None and (self._armed_ns is None or due < self._armed_ns):
             self._armed_ns = due
@@ -136,6 +141,7 @@ class StreamEnd:
         self._on_message = on_message
         self._deframer = Deframer()
         self._last_ns = 0
+        self._usual_ns = net.draw_delay()
 
     @staticmethod
     def pair(
@@ -156,7 +162,7 @@ class StreamEnd:
             at = self._rng.randrange(1, len(raw))
             pieces = [raw[:at], raw[at:]]
         for piece in pieces:
-            self._last_ns = max(self._last_ns, self._net.clock.now_ns + self._net.delay())
+            self._last_ns = max(self._last_ns, self._net.clock.now_ns + self._net.delay(self._usual_ns))
             self._net.clock.at(self._last_ns, self.peer._deliver, piece)
 
     def _deliver(self, piece: bytes) -> None:

@@ -68,7 +68,7 @@ class Rank:
         self._arrives_ns = 0
         self._reports_ns = 0
         self.begun: dict[int, int] = {}  # ticket -> mark
-        self._revoked: set[int] = set()
+        self.revoked: set[int] = set()
         self._loading: dict[int, tuple[Meaning, tuple[tuple[int, bytes], ...]]] = {}
         self._reported: set[int] = set()
         self._armed_ns: int | None = None
@@ -124,7 +124,7 @@ class Rank:
         directive = work.directive
         if directive.revokes:
             self._writer.revoke(directive.revokes)
-            self._revoked.update(directive.revokes)
+            self.revoked.update(directive.revokes)
         self._loading.update(work.loading)
         marks = (self._announced + 1, self._announced + 2)
         self._announced += 2
@@ -201,7 +201,7 @@ class Rank:
                 continue
             if kind == Kind.LOAD:
                 raise Broken(f"law 1: {self.name} writes block {block} while load {ticket} may write it")
-            if ticket not in self._revoked and self._ledger.may_be_published(job):
+            if ticket not in self.revoked and self._ledger.may_be_published(job):
                 raise Broken(f"I3: {self.name} writes block {block} under store {ticket}, which nobody revoked")
 
     def may_touch(self, tickets: list[int], kind: Kind, block: int) -> None:

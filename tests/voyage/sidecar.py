@@ -294,6 +294,10 @@ class Worker:
             if copy is None:
                 raise Broken(f"I4: {self.name} reports job {job:x} twice, or one it was never given")
             ticket, kind, slots, blocks = copy
+            if kind == Kind.STORE and outcome == Outcome.OK and ticket in self.side.revoked:
+                raise Broken(
+                    f"I3: {self.name} says OK for store {ticket}, whose revoke was written before its last byte"
+                )
             for batch in self.copier.busy.values():
                 if batch.kind == kind and set(zip(batch.slots.tolist(), batch.blocks.tolist(), strict=True)) & set(
                     zip(slots, blocks, strict=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.client.core import ClientSettings
+from kvferry.proto import page
 from kvferry.proto.layout import Group, Handle, Layout, Region
 from kvferry.scheduler_daemon.core import api as daemon_api
 
@@ -27,6 +28,8 @@ from .sidecar import Daemon, Worker
 
 PAYLOAD_BYTES = 4096
 BLOCK_TOKENS = 16
+# From a quiet socket to a process that seldom gets its turn.
+DELAYS_NS = ((20 * US, 300 * US), (20 * US, 3 * MS), (1 * MS, 15 * MS), (10 * MS, 50 * MS))
 # Simulated time within which everything must have come to an end once the faults have stopped.
 CALM_NS = 30 * S
 REST_NS = 8 * S
@@ -55,6 +58,7 @@ class Voyage:
         self.world_size = rng.choices((2, 3, 4, 6, 8), (50, 20, 18, 6, 6))[0]
         num_engines = rng.choices((1, 2, 3), (40, 45, 15))[0]
         self.num_steps = max(8, 100 // (self.world_size * num_engines))
+        self.ring_slots = rng.choice((256, 256, 256, 3))  # of the shared pages' revokes: a short one overruns
         self.num_slots = rng.choice((4, 6, 8, 12, 20))
         self.stamps = Stamps()
         self.keys = Keys()
@@ -88,7 +92,7 @@ class Voyage:
             double=rng.choice((0.0, 0.05, 0.2)),
             linger=rng.choice((0.0, 0.01, 0.05)),
             swap=rng.choice((0.0, 0.05, 0.3)),
-            delay_ns=rng.choice(((20 * US, 300 * US), (20 * US, 3 * MS), (1 * MS, 15 * MS))),
+            delays_ns=tuple(rng.sample(DELAYS_NS, rng.randrange(1, 4))),
         )
 
     def _draw_daemon(self) -> daemon_api.CoreSettings:
@@ -134,6 +138,7 @@ class Voyage:
             p_rotate=rng.choice((0.0, 0.0, 0.03)),
             p_cancel=rng.choice((0.0, 0.0, 0.1)),
             whole_chain=rng.random() < 0.5,
+            reuses_newest=rng.random() < 0.5,
             has_cache=rng.random() < 0.4,
             tells_load_blocks=rng.random() < 0.5,
         )
@@ -263,12 +268,16 @@ class Voyage:
     def run(self) -> Outcome:
         """The whole voyage."""
         failure = ""
+        ring = page.REVOKE_SLOTS
         try:
+            page.REVOKE_SLOTS = self.ring_slots
             self._sail()
         except Broken as broken:
             failure = str(broken)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
+        finally:
+            page.REVOKE_SLOTS = ring
         if failure:
             self.log("voyage", "FAILED {}", failure)
         return Outcome(self.seed, failure, self.clock.num_run, self._tally(), self.log.lines, self.log.digest())

@@ -1,0 +1,222 @@
+"""Bugs planted on purpose: a simulator that finds none of these is worth nothing.
+
+Each plant is a small change to a real core, of the kind that somebody makes while tidying up. The
+simulator must find it within a few dozen seeds.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvferry.client.fence import FenceMirror
+from kvferry.client.rank_core import RankCore
+from kvferry.gpu_worker.core import WorkerCore
+from kvferry.gpu_worker.tickets import State as TicketState
+from kvferry.proto.link import FrameKind, Link
+from kvferry.proto.outcome import Kind, Outcome
+from kvferry.proto.page import PageReader
+from kvferry.scheduler_daemon.core import engines, jobs, steps
+from kvferry.scheduler_daemon.core.jobs import Effect, State, TransferJobStatus, Turn
+from kvferry.scheduler_daemon.core.pool import HostPool
+
+from .voyage import sail
+
+MOST_SEEDS = 250
+Plant = Callable[[pytest.MonkeyPatch], Any]
+
+
+def publish_at_the_first_rank(patch: pytest.MonkeyPatch) -> None:
+    """Completion counted on one rank instead of all."""
+
+    def report(self: TransferJobStatus, rank: int, outcome: Outcome) -> Turn | None:
+        if self.reported:
+            return None
+        self.reported = self.expected
+        return Turn.LAST_OK if outcome is Outcome.OK else Turn.LAST_FAILED
+
+    patch.setattr(TransferJobStatus, "report", report)
+
+
+def count_reports_instead_of_ranks(patch: pytest.MonkeyPatch) -> None:
+    """A repeated report counts twice."""
+    counts: dict[int, int] = {}
+
+    def report(self: TransferJobStatus, rank: int, outcome: Outcome) -> Turn:
+        counts[self.id] = counts.get(self.id, 0) + 1
+        self.reported |= 1 << rank
+        if outcome is not Outcome.OK:
+            self.blame(outcome)
+        last = counts[self.id] == len(self.workers)
+        if last:
+            self.reported = self.expected
+        if outcome is Outcome.OK:
+            return Turn.LAST_OK if last else Turn.PROGRESS
+        return Turn.LAST_FAILED if last else Turn.FAILED
+
+    patch.setattr(TransferJobStatus, "report", report)
+
+
+def no_fence(patch: pytest.MonkeyPatch) -> None:
+    """The client's mirror forgets which blocks stores read: nothing is revoked."""
+    patch.setattr(FenceMirror, "readers", lambda self, blocks: set())
+
+
+def no_revoke_in_the_page(patch: pytest.MonkeyPatch) -> None:
+    """The worker never looks at the revokes and leaves them to the daemon."""
+    patch.setattr(PageReader, "revoked", lambda self, tickets: set())
+
+
+def revokes_are_read_before_the_copy(patch: pytest.MonkeyPatch) -> None:
+    """The look at the revokes is moved in front of the first byte."""
+    asked: dict[int, bool] = {}
+    look, guard = WorkerCore._is_revoked, WorkerCore._guard_before_the_first_byte
+
+    def look_first(self: WorkerCore, transfer: Any) -> None:
+        asked[id(transfer)] = look(self, transfer)
+        guard(self, transfer)
+
+    patch.setattr(WorkerCore, "_guard_before_the_first_byte", look_first)
+    patch.setattr(WorkerCore, "_is_revoked", lambda self, transfer: asked.get(id(transfer), False))
+
+
+def marks_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A begin is taken as leave to copy at once."""
+    patch.setattr(PageReader, "mark", lambda self: 1 << 62)
+
+
+def slots_are_freed_while_ranks_still_copy(patch: pytest.MonkeyPatch) -> None:
+    """A revoked store gives its slots back with its answer."""
+    abandon, let_go = HostPool.abandon, HostPool.let_go
+
+    def free_at_once(self: HostPool, entries: Any, slots: Any) -> None:
+        abandon(self, entries, slots)
+        let_go(self, slots)
+
+    patch.setattr(HostPool, "abandon", free_at_once)
+    patch.setattr(HostPool, "let_go", lambda self, slots: None)
+
+
+def a_load_fails_with_its_first_rank(patch: pytest.MonkeyPatch) -> None:
+    """The daemon tells that a load failed while other ranks still write its blocks."""
+    at_once = (State.OVER, (Effect.TELL, Effect.CANCEL, Effect.RELEASE))
+    patch.setitem(jobs.NEXT, (Kind.LOAD, State.COPYING, Turn.FAILED), at_once)
+
+
+def loads_do_not_pin(patch: pytest.MonkeyPatch) -> None:
+    """A load's slots may be evicted under it; the daemon's own sums are kept quiet."""
+    patch.setattr(HostPool, "pin", lambda self, entries: None)
+    patch.setattr(HostPool, "unpin", lambda self, entries: None)
+    patch.setattr("kvferry.scheduler_daemon.core.status.check", lambda desk: None)
+
+
+def namespaces_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Model and salt are left out of the identity."""
+    patch.setattr(engines, "identity", lambda **facts: "00" * 32)
+
+
+def a_failed_copy_is_ok(patch: pytest.MonkeyPatch) -> None:
+    """The device's error is dropped on the way."""
+    copied = WorkerCore._on_copied
+    patch.setattr(WorkerCore, "_on_copied", lambda self, token, ok, now_ns: copied(self, token, True, now_ns))
+
+
+def a_cancel_ends_a_running_copy(patch: pytest.MonkeyPatch) -> None:
+    """Cancelled while it copies: reported at once, though the device goes on writing."""
+    drop = WorkerCore._drop
+
+    def drop_at_once(self: WorkerCore, transfer: Any, outcome: Outcome, now_ns: int) -> None:
+        if transfer.state is TicketState.COPYING:
+            self._report(transfer, outcome, now_ns)
+        drop(self, transfer, outcome, now_ns)
+
+    patch.setattr(WorkerCore, "_drop", drop_at_once)
+
+
+def a_rank_gives_a_late_load_up(patch: pytest.MonkeyPatch) -> None:
+    """A cancelled load is reported failed by the rank itself, without its worker's word."""
+    cancel = RankCore._cancel
+
+    def give_up(self: RankCore, tickets: Any) -> None:
+        cancel(self, tickets)
+        for ticket in [ticket for ticket in tickets if ticket in self._loads]:
+            load = self._loads[ticket]
+            from kvferry.client.types import LoadEnd
+
+            self._end_load(ticket, LoadEnd(ticket, False, load.blocks, Outcome.CANCELLED))
+
+    patch.setattr(RankCore, "_cancel", give_up)
+
+
+def links_take_frames_as_they_come(patch: pytest.MonkeyPatch) -> None:
+    """Repeats and gaps are not looked at."""
+    receive = Link.receive
+
+    def take_all(self: Link, frame: Any, now_ns: int) -> list[bytes]:
+        receive(self, frame, now_ns)
+        return [frame.body] if frame.kind is FrameKind.DATA else []
+
+    patch.setattr(Link, "receive", take_all)
+
+
+def revokes_do_not_reach_the_daemons_jobs(patch: pytest.MonkeyPatch) -> None:
+    """The daemon publishes what the engine has revoked and written over."""
+    patch.setattr(steps, "void", lambda desk, job, cause: None)
+
+
+def a_chain_may_evict_itself(patch: pytest.MonkeyPatch) -> None:
+    """Held ancestors are not kept from eviction by their own chain."""
+    reserve = HostPool.reserve
+    patch.setattr(HostPool, "reserve", lambda self, index, keys, held, job: reserve(self, index, keys, [], job))
+
+
+def an_ended_lease_keeps_its_pins(patch: pytest.MonkeyPatch) -> None:
+    """Time ends a lease without unpinning what it held."""
+    from kvferry.scheduler_daemon.core.desk import Desk
+
+    def forget(self: Desk, lease: Any) -> None:
+        self.leases.remove(lease)
+        lease.owner.requests.unlease(lease.request, lease.group, lease.id)
+
+    patch.setattr(Desk, "end_lease", forget)
+
+
+def deadlines_end_loads(patch: pytest.MonkeyPatch) -> None:
+    """A load past its deadline is over for the daemon, whatever still copies."""
+    over = (State.OVER, (Effect.TELL, Effect.CANCEL, Effect.RELEASE))
+    patch.setitem(jobs.NEXT, (Kind.LOAD, State.COPYING, Turn.VOIDED), over)
+
+
+PLANTS: list[tuple[Plant, str]] = [
+    (publish_at_the_first_rank, ""),
+    (count_reports_instead_of_ranks, ""),
+    (no_fence, "I3"),
+    (no_revoke_in_the_page, "I3"),
+    (revokes_are_read_before_the_copy, "I3"),
+    (marks_are_not_waited_for, "mark"),
+    (slots_are_freed_while_ranks_still_copy, ""),
+    (a_load_fails_with_its_first_rank, ""),
+    (loads_do_not_pin, ""),
+    (namespaces_are_ignored, ""),
+    (a_failed_copy_is_ok, "I1"),
+    (a_cancel_ends_a_running_copy, ""),
+    (a_rank_gives_a_late_load_up, ""),
+    (links_take_frames_as_they_come, ""),
+    (revokes_do_not_reach_the_daemons_jobs, ""),
+    (a_chain_may_evict_itself, ""),
+    (an_ended_lease_keeps_its_pins, ""),
+    (deadlines_end_loads, ""),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plant", "promise"), PLANTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_planted_bug_is_found(plant: Plant, promise: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    for seed in range(MOST_SEEDS):
+        outcome = sail(seed)
+        if outcome.failure:
+            print(f"{plant.__name__}: seed {seed}: {outcome.failure}")
+            assert promise in outcome.failure
+            return
+    pytest.fail(f"{MOST_SEEDS} seeds and no failure")
