@@ -131,7 +131,7 @@ class Pool:
     ConfigError if the file is missing, has another size than its header says, or is none of ours.
     """
 
-    def __init__(self, path: Path, *, prefault: bool = True) -> None:
+    def __init__(self, path: Path) -> None:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -149,9 +149,7 @@ class Pool:
             raise
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._mapped, dtype=np.uint8)
         self.base = int(self._bytes.__array_interface__["data"][0])
-        if prefault:
-            # The pages exist; this fills our own page tables, so that the first copies do not fault.
-            prefault(self.base, total, self._bytes)
+        prefault(self.base, total, self._bytes)
 
     @property
     def nbytes(self) -> int:
