@@ -2,6 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +90,86 @@ def test_a_killed_spare_is_replaced(sidecar: Sidecar) -> None:
     with TinyEngine(sidecar) as engine:
         assert engine.client.wait_attached(10)
         round_trip(engine, "x")
+
+
+def test_a_worker_that_hangs_is_killed_by_the_daemons_wish_and_replaced() -> None:
+    """Cases 48 and 53: a store ends by its deadline; the silent worker's death frees the rest."""
+    with Sidecar("--job-deadline", "1s", "--kill-grace", "1s") as sidecar, TinyEngine(sidecar) as engine:
+        assert engine.client.wait_attached(10)
+        hung = engine.ranks[1].worker_pid
+        os.kill(hung, signal.SIGSTOP)
+        engine.fill([0, 1], seed=1)
+        assert engine.store("r", keys_of("h", 2), [0, 1]) is Outcome.DEADLINE
+        until(lambda: not alive(hung), 10, "the hung worker is killed")
+        until(lambda: attached(engine) and engine.ranks[1].worker_pid != hung, 20, "attached again")
+        assert any("killing rank 1 worker" in line for line in sidecar.lines)
+        status = sidecar.status()
+        assert status["slots"]["quarantined"] == 0
+        assert status["workers_died"] == 1
+        round_trip(engine, "after")
+
+
+ENGINE = """
+import sys, time
+from pathlib import Path
+from tests.process.tiny_engine import TinyEngine, keys_of
+class Where: run_dir = Path(sys.argv[1])
+engine = TinyEngine(Where, "doomed")
+assert engine.client.wait_attached(20)
+engine.fill([0, 1], 1)
+engine.store("r", keys_of("k", 2), [0, 1])
+engine.client.lookup("r2", keys_of("k", 2))
+engine.client.store("r3", keys_of("never begun", 4), [2, 3, 4, 5])
+engine.client.end_step()
+print("under way", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_engine_leaves_its_keys_and_nothing_else(sidecar: Sidecar) -> None:
+    """Case 30: within a second or two no process of ours maps its memory, and all gauges are back."""
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", ENGINE, str(sidecar.run_dir)], stdout=subprocess.PIPE, text=True, cwd=root
+    ) as engine:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == "under way\n"
+        served = [w["pid"] for w in sidecar.status()["workers"] if w["state"] == "taken"]
+        assert len(served) == 2
+        engine.kill()
+    until(lambda: not any(alive(pid) for pid in served), 5, "its workers are gone")
+
+    def at_rest() -> bool:
+        status = sidecar.status()
+        jobs = [status["jobs"]["stores"], status["fences"], status["leases"], status["slots"]["writing"]]
+        return not any(jobs) and not status["engines"] and status["slots"]["quarantined"] == 0
+
+    until(at_rest, 10, "jobs, fences, leases and quarantine are 0")
+    with TinyEngine(sidecar, "doomed") as again:
+        assert again.client.wait_attached(20)
+        assert again.hits("r", keys_of("k", 2)) == 2
+        assert again.hits("r3", keys_of("never begun", 4)) == 0
+
+
+def test_an_engine_that_starts_before_its_sidecar_runs_on_misses_and_attaches_by_itself(tmp_path: Path) -> None:
+    """Case 46: no sidecar means misses and nothing else."""
+
+    class Where:
+        run_dir = Path("/tmp") / f"kvf-{os.getpid()}-late"
+
+    with TinyEngine(Where) as engine:  # type: ignore[arg-type]
+        started = time.monotonic()
+        for number in range(100):
+            assert engine.hits(f"r{number}", keys_of("a", 4)) == 0
+            assert engine.client.store(f"r{number}", keys_of("a", 4), [0, 1, 2, 3]) == 0
+            engine.step()
+        assert time.monotonic() - started < 2
+        with Sidecar(run_dir=Where.run_dir) as sidecar:
+            until(lambda: attached(engine), 20, "attached by itself")
+            round_trip(engine, "x")
+            assert sidecar.status()["links"]["client"] == 1
+        until(lambda: not attached(engine), 10, "the sidecar's end was noticed")
+        assert engine.hits("last", keys_of("x", 3)) == 0
 
 
 def test_a_daemon_that_keeps_dying_is_given_up_in_one_line_and_nothing_is_left() -> None:
