@@ -15,7 +15,7 @@ from kvferry.proto.control import Attach, Goodbye, Hello, RankGone, Register, Ro
 from kvferry.proto.errors import RemoteProtocolError
 from kvferry.proto.hot import Done, Lookup, Renew, Step
 from kvferry.proto.ids import LinkId
-from kvferry.scheduler_daemon.core import ending, lookups, people, status, steps
+from kvferry.scheduler_daemon.core import ending, intake, lookups, people, status, steps
 from kvferry.scheduler_daemon.core.api import (
     Action,
     CoreSettings,
@@ -112,7 +112,7 @@ class Core:
                 lookups.take_lookup(desk, session, message)
             case Step():
                 try:
-                    steps.check_size(message)
+                    intake.check_size(message)
                 except RemoteProtocolError as error:
                     people.refuse_link(desk, link, error)
                 else:
