@@ -7,33 +7,18 @@ Each command is a module beside this one with `HELP`, `add_arguments(parser)` an
 import argparse
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from importlib import import_module
 from typing import Final
 
-from kvferry.cli import demo, down, status, up, version
 from kvferry.proto.errors import ConfigError, KvferryError
 
-COMMANDS: Final[dict[str, ModuleType]] = {"up": up, "status": status, "down": down, "demo": demo, "version": version}
+COMMANDS: Final = ("up", "status", "down", "demo", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="kvferry",
-        description="A sidecar that keeps the KV cache of LLM inference servers beyond GPU memory.",
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, module in COMMANDS.items():
-        one = commands.add_parser(name, help=module.HELP, description=module.__doc__, allow_abbrev=False)
-        one.formatter_class = argparse.RawDescriptionHelpFormatter
-        module.add_arguments(one)
-    arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command != "demo":
-        parser.error("unknown: " + " ".join(rest))
-    arguments.rest = rest
     try:
-        return int(COMMANDS[arguments.command].run(arguments))
+        return _run(argv)
     except KvferryError as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -42,6 +27,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
         sys.stderr.close()
         return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    # Imported here and not above: most of a short command's time is imports, and a Ctrl-C falls into it.
+    modules = {name: import_module(f"kvferry.cli.{name}") for name in COMMANDS}
+    parser = argparse.ArgumentParser(
+        prog="kvferry",
+        description="A sidecar that keeps the KV cache of LLM inference servers beyond GPU memory.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module in modules.items():
+        one = commands.add_parser(name, help=module.HELP, description=module.__doc__, allow_abbrev=False)
+        one.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(one)
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and arguments.command != "demo":
+        parser.error("unknown: " + " ".join(rest))
+    arguments.rest = rest
+    return int(modules[arguments.command].run(arguments))
 
 
 if __name__ == "__main__":

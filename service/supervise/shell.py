@@ -242,7 +242,12 @@ class Sidecar:
                 self._finish = action
 
     def _spawn(self, child: int, module: str, arguments: list[str], fds: tuple[int, ...]) -> None:
-        process = Process(module, arguments, fds, {LEVEL_ENV: self._settings.log_level})
+        try:
+            process = Process(module, arguments, fds, {LEVEL_ENV: self._settings.log_level})
+        except OSError as error:  # no memory, no process or no descriptor left: it counts as a death
+            log.error("cannot start %s: %s", module, error)
+            self._do(Exited(child, os.EX_OSERR))
+            return
         self._processes[child] = process
         self._selector.register(process.control, selectors.EVENT_READ, ("said", child))
         self._selector.register(process.pidfd, selectors.EVENT_READ, ("end", child))
