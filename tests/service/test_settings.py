@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.cli.main import main
 from kvferry.proto.errors import ConfigError
-from kvferry.settings import Settings, load, unknown_environment
+from kvferry.settings import Settings, describe_default, load, unknown_environment
 
 
 @pytest.fixture(autouse=True)
@@ -123,3 +123,11 @@ def test_help_shows_every_setting_with_its_default_and_variable(capsys: pytest.C
 def test_a_run_dir_too_long_for_a_socket_is_refused_with_both_lengths() -> None:
     with pytest.raises(ConfigError, match="107"):
         load({"run_dir": "/tmp/" + "x" * 120}).directory()
+
+
+def test_the_manual_lists_every_setting_as_it_is() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    for name, field in Settings.model_fields.items():
+        default = "see below" if field.default is None else describe_default(name)
+        flag = "--" + name.replace("_", "-")
+        assert f"| `{name}` | `{flag}` | `KVFERRY_{name.upper()}` | {default} | {field.description} |" in text
