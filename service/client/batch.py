@@ -94,6 +94,13 @@ class StepBatch:
             self.failed_loads[job.ticket] = job.blocks
         self.loads.clear()
 
+    def lost(self) -> None:
+        """The daemon is gone: what only it could hear is dropped; the ranks still hear of revokes and cancels."""
+        self.orphans.update(self.revoked)
+        self.fail_loads()
+        for gathered in (self.revoked, self.cancelled, self.ends, self.written, self.released):
+            gathered.clear()
+
     @property
     def has_transfers(self) -> bool:
         return bool(self.stores or self.loads)

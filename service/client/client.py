@@ -16,7 +16,6 @@ ConfigError for a run directory that cannot work).
 import atexit
 import logging
 import os
-import secrets
 import select
 import threading
 import time
@@ -25,14 +24,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+from kvferry.client.carrier import Carrier, connect
 from kvferry.client.core import ClientCore, ClientSettings, State
 from kvferry.client.types import ArgumentError, ClientCounters, Directive, Hits, JobEnd
 from kvferry.net.paths import RunDir
-from kvferry.proto.control import Refused
 from kvferry.proto.errors import LostError
-from kvferry.proto.ids import LinkId
 from kvferry.proto.schema import Message
 
 log = logging.getLogger("kvferry.client")
@@ -44,29 +42,6 @@ REFUSED_RETRY_S: Final = 10.0  # a refusal stands until somebody changes somethi
 # Refusals that pass by themselves: the daemon has not yet noticed that an earlier link of ours is over.
 PASSING: Final = frozenset({"register.engine_taken", "frame.link", "daemon.lost"})
 HANDSHAKE_S: Final = 5.0  # a daemon that took the link but does not answer is given up after this
-
-
-class Carrier(Protocol):
-    """What the client needs of a link: `kvferry.net.peer.Peer`, or a fake."""
-
-    refusal: Refused | None
-
-    @property
-    def alive(self) -> bool: ...
-    def tether_fileno(self) -> int: ...
-    def send(self, message: Message) -> bool: ...
-    def flush(self) -> None: ...
-    def receive(self) -> list[Any]: ...
-    def tick(self) -> None: ...
-    def wait(self, timeout_s: float) -> bool: ...
-    def close(self) -> None: ...
-
-
-def connect(run_dir: RunDir) -> Carrier:
-    """A new link to the daemon of `run_dir`; LostError if nobody listens."""
-    from kvferry.net.peer import Peer  # pulls in zmq: only when there is something to connect to
-
-    return Peer(run_dir, LinkId(secrets.randbits(64) | 1))
 
 
 class Client:
@@ -401,12 +376,12 @@ class Client:
         core = self._core
         if core.attached:
             self._retry_s = RETRY_S
-            self._note(f"attached to the sidecar at {self._run_dir.path}: {core.slots} slots")
-        elif core.state is State.REFUSED and core.refusal is not None:
-            fix = f" (fix: {core.refusal.fix})" if core.refusal.fix else ""
-            self._note(f"the sidecar refused this engine: {core.refusal.code}: {core.refusal.text}{fix}")
+            self._note(f"attached to the sidecar at {self._run_dir.path}: {core.registration.slots} slots")
+        elif core.state is State.REFUSED and (refusal := core.refusal) is not None:
+            fix = f" (fix: {refusal.fix})" if refusal.fix else ""
+            self._note(f"the sidecar refused this engine: {refusal.code}: {refusal.text}{fix}")
         elif core.state is State.REGISTERED:
-            self._note(f"registered; {core.num_attached} of {core.settings.world_size} ranks attached")
+            self._note(f"registered; {core.registration.num_attached} of {core.settings.world_size} ranks attached")
         elif core.state is State.OFF and not self._closed:
             self._note(f"no sidecar at {self._run_dir.path}: every lookup is a miss until there is one")
 

@@ -560,7 +560,7 @@ def test_rotate_revokes_forgets_and_moves_in_that_order_on_the_wire() -> None:
     assert (numbers_of(step.revoked), numbers_of(step.released)) == ([running], [77])
     assert [end.ticket for end in scene.core.poll()] == [unsent]
     scene.say(RanksChanged(attached=1, namespace="space-2", epoch=1, slots=64))
-    assert scene.core.namespace == "space-2"
+    assert scene.core.registration.namespace == "space-2"
 
 
 def test_a_rotated_salt_is_registered_with_the_next_daemon() -> None:
