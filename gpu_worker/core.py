@@ -95,7 +95,8 @@ class WorkerCore:
         self._look_at_bounds(now_ns)
         actions: list[Action] = []
         self._fill_device(actions, now_ns)
-        return actions + self._reports.actions()
+        # Words first: what has ended is waited for, and planning the next copies takes its time.
+        return self._reports.actions() + actions
 
     def next_due_ns(self, now_ns: int) -> int | None:
         """When to pass time at the latest; None if only events can change anything."""

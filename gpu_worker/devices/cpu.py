@@ -3,7 +3,9 @@
     submit ─▶ chunks ─▶ [loads ]─┐   two threads, each takes the most urgent chunk,
                         [stores]─┴─▶ copies with the interpreter's lock released ─▶ Done + eventfd
 
-Chunks of about 1 MiB, loads first: a load that comes while stores run waits for one chunk, 0.1 ms.
+Chunks of about 1 MiB, loads first: a load that comes while stores run waits for one chunk, 0.1 ms. A plan
+of no more than that is copied by the caller, if nothing goes before it: handing it to a thread and back costs
+two turns of the scheduler, which on a busy machine take longer than the copy.
 A plan is done when all its chunks are and all plans of its direction before it are.
 
 Never touches memory that it was not shown: each descriptor is looked up among the attached mappings and
@@ -56,6 +58,11 @@ class Knobs:
 
     def __post_init__(self) -> None:
         self.going.set()
+
+    @property
+    def is_off(self) -> bool:
+        """Whether copies run as fast as they go."""
+        return self.going.is_set() and not self.bytes_per_s
 
 
 @dataclass(slots=True, eq=False)
@@ -170,8 +177,12 @@ class CpuDevice:
         error = f"plan {self._num_submitted} fails by request" if fails else ""
         batch = _Batch(token, kind, plan, time.monotonic_ns(), len(chunks), error)
         with self._lock:
+            may_copy_here = not (self._running[Kind.LOAD] or self._running[kind]) and self.knobs.is_off
             self._running[kind].append(batch)
             self._idle.clear()
+        if may_copy_here and len(chunks) == 1:
+            self._run_chunk(batch, chunks[0])
+            return
         self._queues[kind].extend((batch, chunk) for chunk in chunks)
         # Each woken thread takes chunks until none is left. One wake a chunk would hand the interpreter's
         # lock back and forth for each of them: 1 ms for 32 chunks.
@@ -223,13 +234,15 @@ class CpuDevice:
     def _work(self) -> None:
         while self._wake.get():
             while (item := self._next_chunk()) is not None:
-                batch, chunk = item
-                if not batch.error:
-                    try:
-                        self._copy(chunk)
-                    except Exception as error:  # a failed copy is a result; a dead thread would be silence
-                        batch.error = f"{type(error).__name__}: {error}"
-                self._finish_chunk(batch)
+                self._run_chunk(*item)
+
+    def _run_chunk(self, batch: _Batch, chunk: list[Piece]) -> None:
+        if not batch.error:
+            try:
+                self._copy(chunk)
+            except Exception as error:  # a failed copy is a result; a dead thread would be silence
+                batch.error = f"{type(error).__name__}: {error}"
+        self._finish_chunk(batch)
 
     def _next_chunk(self) -> tuple[_Batch, list[Piece]] | None:
         for kind in ORDER:
