@@ -99,6 +99,7 @@ class Habits:
     p_rotate: float
     p_cancel: float
     whole_chain: bool  # look up the whole prompt, or only what the own cache lacks
+    waits: bool  # for all ranks to be attached before the first step
     reuses_newest: bool  # gives blocks out again that have just been freed
     has_cache: bool  # keeps computed blocks for later requests, as far as they are not given away
     tells_load_blocks: bool  # names a load's blocks in `written` too
@@ -147,6 +148,7 @@ class Engine:
         self._words: dict[int, list[bool]] = {}  # load ticket -> ranks' words
         self._loads: dict[int, Request] = {}
         self._open: dict[int, Kind] = {}
+        self._stored_now: dict[str, int] = {}  # request -> store of the present step
         self._step_due = False
         self._armed_ns: int | None = None
         self.link = connect(self._from_daemon)
@@ -245,6 +247,9 @@ class Engine:
     def _do_step(self) -> None:
         self._step_due = False
         now = self._clock.now_ns
+        if self.habits.waits and not self.core.attached and not self._step:
+            self._plan_step()
+            return
         if not self.workload_over:
             fresh = self._draw_request(self, self._step)
             if fresh is not None:
@@ -263,6 +268,7 @@ class Engine:
         reads: dict[int, bytes] = {}
         writes: dict[int, bytes] = {}
         loading: dict[int, tuple[Meaning, tuple[tuple[int, bytes], ...]]] = {}
+        self._stored_now.clear()
         self._misbehave(now)
         for request in list(self.requests):
             if request.state == RUNNING:
@@ -323,6 +329,17 @@ class Engine:
         request.state, request.computed, request.stored, request.asked_from = WAITING, 0, 0, -1
         request.needs_all = True
 
+    def _give_way(self, victim: Request, reads: dict[int, bytes], writes: dict[int, bytes], now: int) -> None:
+        """Preempt a request for want of blocks, also one that this step has scheduled already: it computes nothing."""
+        if victim.name in self._stored_now:
+            self.core.cancel(self._stored_now[victim.name], now)
+        for block in victim.blocks:
+            if self._refs[block] == 1:
+                reads.pop(block, None)
+            if writes.pop(block, None) and block in self._key_of:
+                del self._cached[self._key_of.pop(block)]
+        self._preempt(victim, now)
+
     def _rotate(self, now: int) -> None:
         salt = self._rng.choice([b"", b"1", b"2"])
         if salt == self.meaning[1]:
@@ -359,8 +376,9 @@ class Engine:
                 break
             request.blocks += fresh
         if upto <= request.computed:
-            # Nothing free: somebody must give way, at last the request itself.
-            self._preempt(request, now)
+            # Nothing free: somebody must give way.
+            running = [other for other in self.requests if other.state == RUNNING]
+            self._give_way(self._rng.choice(running), reads, writes, now)
             return
         for at in range(request.computed):
             reads[request.blocks[at]] = request.keys[at]
@@ -376,6 +394,7 @@ class Engine:
             request.stored = upto
             if ticket:
                 self._open[ticket] = Kind.STORE
+                self._stored_now[request.name] = ticket
                 self._log(self.name, "store {} of {} keys {}..{}", ticket, request.name, start, upto)
 
     def _finish(self, request: Request, now: int) -> None:

@@ -45,13 +45,14 @@ class Rank:
         num_blocks: int,
         is_stream: bool,
         forward_ns: tuple[int, int],
+        load_timeout_ns: int,
         report: Callable[[int, int, RankReport], None],
     ) -> None:
         self.name = name
         self.rank = rank
         self.memory = Halves(num_blocks)
         self.page = bytearray(limits.PAGE_BYTES)
-        self.core = RankCore()
+        self.core = RankCore(load_timeout_ns)
         self.worker: Worker
         self.tether: StreamEnd
         self._writer = PageWriter(memoryview(self.page))

@@ -138,6 +138,7 @@ class Voyage:
             p_rotate=rng.choice((0.0, 0.0, 0.03)),
             p_cancel=rng.choice((0.0, 0.0, 0.1)),
             whole_chain=rng.random() < 0.5,
+            waits=rng.random() < 0.7,
             reuses_newest=rng.random() < 0.5,
             has_cache=rng.random() < 0.4,
             tells_load_blocks=rng.random() < 0.5,
@@ -172,6 +173,7 @@ class Voyage:
         salt = rng.choice((b"", b"", b"1"))
         is_stream = rng.random() < 0.5
         forward_ns = rng.choice(((100 * US, 1 * MS), (1 * MS, 12 * MS)))
+        load_timeout_ns = rng.choice((20 * MS, 5 * S, 5 * S))
         self.ranks[name] = []
         engine: list[Engine] = []
         layout = Layout(
@@ -197,6 +199,7 @@ class Voyage:
                 habits.num_blocks,
                 is_stream,
                 forward_ns,
+                load_timeout_ns,
                 lambda rank, step, report: engine[0].on_report(rank, step, report),
             )
             worker = Worker(
