@@ -3,11 +3,16 @@
 Client       scheduler side: lookups, loads, stores, one `Directive` per engine step
 RankClient   rank side: obeys directives, reports the ends of loads and stores
 
-core.py, lookups.py, fence.py, batch.py     decide for the scheduler side; sans-IO
-rank_core.py                                decides for a rank; sans-IO
-client.py, rank.py                          the thin shells: sockets, threads, clocks
-memory.py, torch_memory.py                  describe and share an engine's KV memory
-types.py                                    the values that all of them hand out
+core.py             decides for the scheduler side; sans-IO, with
+  registration.py     how the client comes to be known
+  lookups.py          lookups and leases
+  requests.py         requests by name, and their attempts
+  transfers.py        tickets and their ends; fence.py: whose blocks are still read
+  batch.py            what one step has to say; arguments.py: what the engine passes in
+rank_core.py        decides for a rank; sans-IO
+client.py, rank.py  the thin shells: sockets, threads, clocks; carrier.py, tether.py: their links
+memory.py           describes KV memory; torch_memory.py: shares an engine's torch tensors
+types.py            the values that all of them hand out
 """
 
 from importlib import import_module
