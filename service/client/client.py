@@ -45,7 +45,11 @@ HANDSHAKE_S: Final = 5.0  # a daemon that took the link but does not answer is g
 
 
 class Client:
-    """One engine's scheduler half. Thread-safe. See `docs/client.md` for the order of calls in a step.
+    """One engine's scheduler half. Thread-safe.
+
+    In a step: `hits` and `load` for requests that begin, `written` for blocks given to new owners, `store`
+    for blocks that this step fills, `finish` and its siblings; then `end_step`, whose directive the engine
+    carries to its ranks. `load_ended` when all ranks have reported a load; `poll` for what ended.
 
     key_bytes: width of every key.  num_blocks: of the engine's KV cache; block ids are 0..num_blocks-1.
     block_tokens: tokens of one block.  facts, salt: what the meaning of a key depends on beyond what the

@@ -1,4 +1,4 @@
-"""The README's program against a real sidecar."""
+"""The README's program: the lines shown are the lines that run, and they run against a real sidecar."""
 
 import subprocess
 import sys
@@ -8,18 +8,29 @@ import pytest
 
 from tests.process.sidecar import Sidecar, environment
 
-HELLO = Path(__file__).parents[2] / "examples" / "hello.py"
+ROOT = Path(__file__).parents[2]
+HELLO = ROOT / "examples" / "hello.py"
+
+
+def run(run_dir: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(HELLO)],
+        env={**environment(), "KVFERRY_RUN_DIR": str(run_dir)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
 
 
 @pytest.mark.process
 @pytest.mark.slow
 def test_hello_gets_its_bytes_back() -> None:
     with Sidecar(tp_size=1) as sidecar:
-        done = subprocess.run(
-            [sys.executable, "-W", "error", str(HELLO)],
-            env={**environment(), "KVFERRY_RUN_DIR": str(sidecar.run_dir)},
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-        assert (done.stdout, done.stderr) == ("the bytes came back\n", "")
+        done = run(sidecar.run_dir)
+        assert (done.stdout, done.stderr) == ("4 blocks came back, equal: True\n", "")
+
+
+def test_the_readme_shows_the_program_that_runs() -> None:
+    code = HELLO.read_text().split('"""', 2)[2].strip()
+    assert f"```python\n{code}\n```" in (ROOT / "README.md").read_text()
