@@ -26,16 +26,17 @@ def _drop(desk: Desk, job: TransferJobStatus) -> None:
 
 def _publish(desk: Desk, job: TransferJobStatus) -> None:
     assert desk.pool is not None
-    desk.pool.publish(job.entries, job.slots)
+    parent = job.session.requests.parent_of(job.request, job.entries[0])
+    desk.pool.publish(job.entries, job.slots, parent)
     desk.counters.add("store_keys_stored", len(job.entries))
 
 
 def _tell(desk: Desk, job: TransferJobStatus) -> None:
     session = job.session
-    assert desk.pool is not None and job.outcome is not None
+    assert job.outcome is not None
     desk.counters.add(f"{job.kind.name.lower()}s_ended.{job.outcome.name}")
     del session.tickets[job.ticket]
-    desk.pool.lru.touch(session.requests.ended(job.request, job.id))
+    session.requests.ended(job.request, job.id)
     if not session.closed:
         desk.ended.setdefault(session.link, []).append(job)
 

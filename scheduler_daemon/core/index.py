@@ -77,17 +77,22 @@ class Lru:
             entry.next = ring
             last.next = ring.prev = entry
 
-    def push_chain(self, chain: Sequence[Entry]) -> None:
-        """Add entries in prefix order, none of which is in the list: the head becomes the newest."""
-        ring = self._ring
-        last = ring.prev
+    def push_chain(self, chain: Sequence[Entry], parent: Entry | None = None) -> None:
+        """Add entries in prefix order, none of which is in the list: the head becomes the newest.
+
+        With a `parent` that is in the list they go right behind it: to be evicted just before it is.
+        """
+        after = self._ring
+        if parent is not None and parent.prev is not None:
+            after = parent
+        last = after.prev
         assert last is not None
         for entry in reversed(chain):
             entry.prev = last
             last.next = entry
             last = entry
-        last.next = ring
-        ring.prev = last
+        last.next = after
+        after.prev = last
         self.num += len(chain)
 
     def pop(self, num: int) -> list[Entry]:

@@ -99,12 +99,12 @@ class HostPool:
             slots.sort()
         return index.add(keys, slots, job)
 
-    def publish(self, entries: Sequence[Entry], slots: U32) -> None:
-        """These have been written on every rank: loadable from now on."""
+    def publish(self, entries: Sequence[Entry], slots: U32, parent: Entry | None = None) -> None:
+        """These have been written on every rank: loadable from now on, and to be evicted before `parent`."""
         self.slots.commit(slots)
         for entry in entries:
             entry.job = 0
-        self.lru.push_chain(entries)
+        self.lru.push_chain(entries, parent)
 
     def abandon(self, entries: Sequence[Entry], slots: U32) -> None:
         """These, being written, will not be published: misses from now on, slots in quarantine."""

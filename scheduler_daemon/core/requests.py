@@ -5,8 +5,8 @@ than what it holds; its running stores go on, behind their fences. A preempted r
 another number, so an old job's end is never booked on a new life.
 
 Engines store a chain piece by piece, so its tail becomes READY after its head and would be evicted after
-it, when it is of no use to anybody. Therefore a request remembers its chain while it runs, and when it
-has ended the whole chain is touched in prefix order.
+it, when it is of no use to anybody. Therefore a request remembers its chain while it runs, and at its
+end the whole chain is touched in prefix order; what is still being stored then goes in behind its parent.
 """
 
 from collections.abc import Iterator
@@ -71,15 +71,20 @@ class Requests:
             state.chain += chain
             self.num_chained += len(chain)
 
-    def ended(self, request: int, job: int) -> list[Entry]:
-        """Strike a job off; the chain to touch if it was the last one of a request that has ended."""
+    def ended(self, request: int, job: int) -> None:
+        """Strike a job off; the record goes with the last thing it holds."""
         state = self._by_id.get(request)
-        if state is None:
-            return []
-        state.transfer_jobs.discard(job)
-        chain = state.chain if state.closed and not state.transfer_jobs else []
-        self._sweep(request, state)
-        return chain
+        if state is not None:
+            state.transfer_jobs.discard(job)
+            self._sweep(request, state)
+
+    def parent_of(self, request: int, entry: Entry) -> Entry | None:
+        """What comes before `entry` in the chain of a request that has ended: its chain was touched already."""
+        state = self._by_id.get(request)
+        if state is None or not state.closed or entry not in state.chain:
+            return None
+        at = state.chain.index(entry)
+        return state.chain[at - 1] if at else None
 
     def lease(self, request: int, group: int, lease: int) -> None:
         """Book the lease of a lookup."""

@@ -169,15 +169,21 @@ def test_the_head_that_a_request_loaded_outlives_the_tail_that_it_stored(worlds)
     assert engine.lookup(3, ["k1", "k2", "k3", "k4"]).hits == 3
 
 
-def test_a_request_that_ends_before_its_last_store_is_touched_when_that_ends(worlds):
-    world = worlds(slots=6)
+@pytest.mark.parametrize("newcomers", range(3, 9))
+def test_what_is_stored_after_its_requests_end_goes_in_behind_its_parent(worlds, newcomers):
+    """The usual case: the last blocks are still being copied when their request ends."""
+    world = worlds(slots=8, lease_share=1.0)
     engine = world.engine()
-    engine.finish(engine.store(1, 1, ["k1", "k2"], [1, 2]))
-    last = engine.store(2, 1, ["k3"], [3])
-    engine.step(ends=[1])
+    engine.hold(["k1", "k2"], ticket=1)
+    load = engine.load(2, 1, ["k1", "k2"], [1, 2], engine.lookup(1, ["k1", "k2"]).lease)
+    engine.finish(load)
+    engine.finish(engine.store(3, 2, ["k3"], [3]))
+    last = engine.store(4, 2, ["k4", "k5"], [4, 5])
+    engine.step(ends=[1, 2])
     engine.finish(last)
-    engine.hold(["x1", "x2", "x3", "x4"], ticket=10)
-    assert engine.lookup(3, ["k1", "k2", "k3"]).hits == 2
+    engine.hold([f"x{n}" for n in range(newcomers)], ticket=10)
+    # Three slots were free; each newcomer beyond them takes the tail that was left.
+    assert engine.lookup(3, ["k1", "k2", "k3", "k4", "k5"]).hits == 5 - (newcomers - 3)
 
 
 def test_a_chain_takes_the_places_of_its_own_later_keys_never_of_its_earlier_ones(worlds):

@@ -152,8 +152,10 @@ def test_the_lru_is_an_ordered_list(moves):
             twin.append(n)
         elif move == "chain":
             chain = [m for m in range(n, 6) if m not in twin]
-            lru.push_chain([entries[m] for m in chain])
-            twin += reversed(chain)
+            parent = (n * 5 + 2) % 6
+            lru.push_chain([entries[m] for m in chain], entries[parent])
+            at = twin.index(parent) if parent in twin else len(twin)
+            twin[at:at] = reversed(chain)
         elif move == "unlink" and n in twin:
             lru.unlink(entries[n])
             twin.remove(n)
