@@ -17,12 +17,11 @@ Laws, each with a test:
   * each begun ticket gets one word, each planned job one done, in any order of messages.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from kvferry.gpu_worker.api import (
-    U32,
     Action,
     Begun,
     Copied,
@@ -37,6 +36,7 @@ from kvferry.gpu_worker.api import (
     TimePassed,
     WorkerSettings,
 )
+from kvferry.gpu_worker.guards import Guards, failed_blocks
 from kvferry.gpu_worker.plans import PlannedJob, jobs_of, what_is_wrong
 from kvferry.gpu_worker.queue import ORDER, CopyQueue
 from kvferry.gpu_worker.reports import Reports, microseconds
@@ -45,9 +45,6 @@ from kvferry.proto.columns import u64
 from kvferry.proto.hot import Cancel, Plan
 from kvferry.proto.outcome import Kind, Outcome
 from kvferry.proto.tether import Begin, CancelTickets
-
-# No store has this ticket: the page names it as revoked when its ring was overrun.
-OVERRUN: Final = 0
 
 
 class WorkerCore:
@@ -60,7 +57,7 @@ class WorkerCore:
     def __init__(self, settings: WorkerSettings, page: SharedPage, headers: SlotHeaders) -> None:
         self._settings = settings
         self._page = page
-        self._headers = headers
+        self._guards = Guards(page, headers)
         self._tickets = Tickets()
         self._queue = CopyQueue(settings)
         self._reports = Reports()
@@ -118,6 +115,7 @@ class WorkerCore:
             "batches_in_flight": {kind.name.lower(): self._queue.running(kind) for kind in Kind},
             "bytes_in_flight": {kind.name.lower(): self._queue.bytes_running(kind) for kind in Kind},
             "planned_to": self._planned_to,
+            "revoke_overruns": self._guards.overruns,
             "counters": dict(self.counters),
         }
 
@@ -236,27 +234,17 @@ class WorkerCore:
         for kind in ORDER:
             while (transfer := self._queue.head(kind)) is not None:
                 if transfer.state is State.READY:
-                    if transfer.kind is Kind.STORE and self._is_revoked(transfer):
+                    if transfer.kind is Kind.STORE and self._guards.is_revoked(transfer):
                         self._end(transfer, Outcome.REVOKED, now_ns)  # spares a copy; proves nothing for others
                         continue
                     self._tickets.move(transfer, Move.START)
                     transfer.submitted_ns = now_ns
-                    self._guard_before_the_first_byte(transfer)
+                    self._guards.before_the_first_byte(transfer)
                     if not len(transfer.to_copy):
                         self._queue.remove(transfer)
                         self._over(transfer, now_ns)
                         continue
                 actions.append(self._queue.next_batch(transfer))
-
-    def _guard_before_the_first_byte(self, transfer: Transfer) -> None:
-        if transfer.kind is Kind.STORE:
-            self._headers.open(transfer.slots, transfer.generations)
-            return
-        torn = self._headers.torn(transfer.slots, transfer.generations)
-        if len(torn):
-            # The blocks whose slots still stand are loaded all the same: the engine keeps them.
-            transfer.torn = torn
-            transfer.to_copy = np.delete(transfer.to_copy, torn)
 
     # ---- ends ----------------------------------------------------------------------------------
 
@@ -277,38 +265,9 @@ class WorkerCore:
 
     def _over(self, transfer: Transfer, now_ns: int) -> None:
         """The last byte has been moved: judge the copy, then report it."""
-        if transfer.kind is Kind.STORE:
-            self._judge_store(transfer)
-        else:
-            self._judge_load(transfer)
+        self._guards.after_the_last_byte(transfer)
         self._report(transfer, transfer.outcome, now_ns)
         self._tickets.move(transfer, Move.OVER)
-
-    def _judge_store(self, transfer: Transfer) -> None:
-        self._page.copy_ended(transfer.ticket)
-        # Only now, after the last byte: an earlier look proves nothing.
-        is_revoked = self._is_revoked(transfer)
-        if transfer.outcome is Outcome.OK and is_revoked:
-            transfer.outcome = Outcome.REVOKED
-        elif transfer.outcome is Outcome.OK:
-            self._headers.close(transfer.slots, transfer.generations)
-
-    def _is_revoked(self, transfer: Transfer) -> bool:
-        revoked = self._page.revoked([OVERRUN, transfer.ticket])
-        if OVERRUN in revoked:
-            self._count("revoke_overruns")
-        return transfer.ticket in revoked
-
-    def _judge_load(self, transfer: Transfer) -> None:
-        if transfer.outcome is not Outcome.OK:
-            return
-        torn = self._headers.torn(transfer.slots, transfer.generations)
-        if len(torn) or len(transfer.torn):
-            # A slot that was torn before stays failed, even if it looks whole by now.
-            is_torn = np.zeros(len(transfer.blocks), dtype=bool)
-            is_torn[torn] = is_torn[transfer.torn] = True
-            transfer.torn = np.flatnonzero(is_torn).astype(np.uint32)
-            transfer.outcome = Outcome.TORN
 
     def _end(self, transfer: Transfer, outcome: Outcome, now_ns: int) -> None:
         """End a ticket that is not being copied: nothing of it touches memory."""
@@ -339,17 +298,11 @@ class WorkerCore:
             self._reports.done(transfer.job, outcome, copy_us)
         if is_told:
             wait_us = microseconds(transfer.begun_ns, transfer.submitted_ns or now_ns)
-            failed = self._failed_blocks(transfer, outcome)
-            self._reports.word(transfer.ticket, transfer.kind, outcome, wait_us, copy_us, failed.tolist())
+            failed = failed_blocks(transfer).tolist()
+            self._reports.word(transfer.ticket, transfer.kind, outcome, wait_us, copy_us, failed)
         self._tickets.remember(transfer.ticket, Ending(transfer.job, transfer.kind, outcome, is_told))
         self._page.forget([transfer.ticket])
         self._count(f"{transfer.kind.name.lower()}_{outcome.name.lower()}")
-
-    @staticmethod
-    def _failed_blocks(transfer: Transfer, outcome: Outcome) -> U32:
-        if outcome is Outcome.OK or transfer.kind is Kind.STORE:
-            return transfer.blocks[:0]
-        return transfer.blocks[transfer.torn] if outcome is Outcome.TORN else transfer.blocks
 
     # ---- cancels and losses --------------------------------------------------------------------
 

@@ -269,7 +269,7 @@ def test_more_revokes_than_the_ring_holds_spoil_every_unreported_store(bench):
     bench.begin(4)
     bench.run_dry()
     assert sorted(bench.dones) == [(100 + ticket, Outcome.REVOKED) for ticket in range(1, 5)]
-    assert bench.core.counters["revoke_overruns"] == 1
+    assert bench.core.describe()["revoke_overruns"] == 1
 
 
 def test_a_revoke_of_one_store_leaves_the_others(bench):
@@ -585,7 +585,7 @@ def test_every_state_can_reach_the_end():
     assert reached == set(State)
 
 
-@pytest.mark.parametrize("name", ["core", "tickets", "queue", "reports", "plans", "layout"])
+@pytest.mark.parametrize("name", ["core", "guards", "tickets", "queue", "reports", "plans", "layout"])
 def test_the_rooms_that_decide_import_nothing_that_acts(name):
     path = Path(core_module.__file__).with_name(f"{name}.py")
     imported = set()
