@@ -111,7 +111,7 @@ def tell_the_story(story: Story, config: EngineConfig, host_memory: str) -> int:
     ferried, talks = Act(), begin(story, config.model.vocab)
     sidecar = Sidecar(config.tp, host_memory)
     try:
-        say(f"    {sidecar.lines[-1]}")
+        say(f"    {sidecar.ready_line}")
         with attached(config, sidecar, "demo-1") as engine:
             play(engine, story, talks, range(1, last), ferried)
         say("\n[3/3] the engine is stopped and started anew; kvferry stayed")

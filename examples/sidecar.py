@@ -36,7 +36,8 @@ class Sidecar:
         self.command = [sys.executable, "-m", "kvferry.cli.main", "up", "--run-dir", str(self.run_dir)]
         self.command += ["--tp-size", str(tp), "--host-memory", host_memory, "--device", "cpu"]
         self.pools = [RunDir.at(self.run_dir).pool(rank) for rank in range(tp)]
-        self.lines: list[str] = []
+        self.lines: list[str] = []  # what it said so far
+        self.ready_line = ""
         self._ready = threading.Event()
         # A Ctrl-C while it is being started would lose sight of it. (It inherits the mask; SIGTERM is what ends it.)
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -56,8 +57,8 @@ class Sidecar:
         try:
             if not self._ready.wait(ready_timeout_s):
                 raise SidecarError(f"kvferry is not ready after {ready_timeout_s:.0f} s; {self._last_words()}")
-            if self._process.poll() is not None:
-                raise SidecarError(f"kvferry ended with status {self._process.returncode}; {self._last_words()}")
+            if not self.ready_line:
+                raise SidecarError(f"kvferry ended with status {self._process.wait(5.0)}; {self._last_words()}")
         except BaseException:
             self.close()
             raise
@@ -96,7 +97,8 @@ class Sidecar:
         with self._process.stdout as output:
             for line in output:
                 self.lines.append(line.rstrip())
-                if "ready" in line:
+                if line.startswith("kvferry ready"):
+                    self.ready_line = line.rstrip()
                     self._ready.set()
         self._ready.set()  # it is over: nobody need wait any longer
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -107,6 +107,53 @@ def test_an_engine_whose_sidecar_stops_goes_on_alone(sidecar: Sidecar, expected:
         after = ask_all(one)
     assert [c.tokens for c in after] == expected
     assert sum(c.kvferry for c in after[1:]) == 0
+
+
+@pytest.mark.parametrize("module", ["kvferry.gpu_worker", "kvferry.scheduler_daemon"])
+def test_a_killed_process_of_the_sidecar_changes_no_token_and_the_engine_is_served_again(
+    sidecar: Sidecar, expected: list[tuple[int, ...]], module: str
+) -> None:
+    """The process dies while loads and stores are on their way. The engine goes on, and re-attaches by itself."""
+    with engine(sidecar, "first") as one:
+        ask_all(one)
+        ids = [one.add(tokens, max_new=8) for tokens in PROMPTS]
+        for _ in range(3):
+            done = {completion.id: completion for completion in one.step()}
+        for victim in children(sidecar.pid, module):
+            os.kill(victim, signal.SIGKILL)
+        done |= one.run()
+        assert [done[name].tokens for name in ids] == expected
+        client = one.client
+        assert client is not None
+        # A dead worker leaves the cache as it was; a dead daemon takes it along, and the next one starts empty.
+        wait_until(lambda: client.counters.attaches > 1 or module == "kvferry.gpu_worker")
+        assert client.wait_attached(60.0)
+        ask_all(one)
+        assert client.wait_attached(60.0)  # a worker's death may have been noticed only by now
+        again = ask_all(one)
+        assert [c.tokens for c in again] == expected
+        assert all(c.kvferry for c in again)
+
+
+def children(parent: int, module: str) -> list[int]:
+    """Living child processes of `parent` that run `module`."""
+    found = []
+    for process in processes():
+        try:
+            state, of = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            command = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if state != "Z" and int(of) == parent and module.encode() in command:
+            found.append(int(process.name))
+    return found
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_an_engine_without_any_sidecar_serves(tmp_path: Path, expected: list[tuple[int, ...]]) -> None:
