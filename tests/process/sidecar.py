@@ -41,8 +41,9 @@ def kvferry(*arguments: object, timeout_s: float = 30.0) -> subprocess.Completed
 
 
 def environment() -> dict[str, str]:
-    """Ours, without settings of whoever runs the tests."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    """Ours, without settings of whoever runs the tests; a crash leaves a stack."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    return {**ours, "PYTHONFAULTHANDLER": "1"}
 
 
 def alive(pid: int) -> bool:
@@ -83,7 +84,16 @@ class Sidecar:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
-            assert self._ready.wait(ready_s), f"not ready after {ready_s:g} s: {self.lines}"
+            if not self._ready.wait(ready_s):
+                # Each then says where it stands. The supervisor last: its end would end the others.
+                spent = {pid: Path(f"/proc/{pid}/stat").read_text().split()[13:15] for pid in self.children()}
+                for pid in sorted(spent):
+                    os.kill(pid, signal.SIGABRT)
+                self._process.send_signal(signal.SIGABRT)
+                self._process.wait(10)
+                self._reader.join(5)
+                said = "\n".join(self.lines)
+                raise AssertionError(f"not ready after {ready_s:g} s; CPU ticks of children {spent}; it said:\n{said}")
             assert self._process.poll() is None, f"ended with {self._process.returncode}: {self.lines}"
             self.children()
         except BaseException:
