@@ -10,7 +10,7 @@ core.py             decides for the scheduler side; sans-IO, with
   transfers.py        tickets and their ends; fence.py: whose blocks are still read
   batch.py            what one step has to say; arguments.py: what the engine passes in
 rank_core.py        decides for a rank; sans-IO
-client.py, rank.py  the thin shells: sockets, threads, clocks; carrier.py, tether.py: their links
+client.py, rank.py  the thin shells: sockets, clocks; background.py: a thread; carrier.py, tether.py: their links
 memory.py           describes KV memory; torch_memory.py: shares an engine's torch tensors
 types.py            the values that all of them hand out
 """

@@ -13,10 +13,8 @@ the engine goes on with misses. Only the caller's own mistakes raise (ArgumentEr
 ConfigError for a run directory that cannot work).
 """
 
-import atexit
 import logging
 import os
-import select
 import threading
 import time
 import weakref
@@ -26,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from kvferry.client.background import close_at_exit, close_pipe, serve
 from kvferry.client.carrier import Carrier, connect
 from kvferry.client.core import ClientCore, ClientSettings, State
 from kvferry.client.types import ArgumentError, ClientCounters, Directive, Hits, JobEnd
@@ -105,10 +104,10 @@ class Client:
         self._was_attached = False
         self._closed = False
         self._stop, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._thread = threading.Thread(target=_serve, args=(weakref.ref(self),), name="kvferry-client", daemon=True)
-        self._at_exit = weakref.finalize(self, _close_pipe, self._stop, self._wake)
-        _close_all_at_exit(self)
-        self._housekeep()
+        self._thread = threading.Thread(target=serve, args=(weakref.ref(self),), name="kvferry-client", daemon=True)
+        self._at_exit = weakref.finalize(self, close_pipe, self._stop, self._wake)
+        close_at_exit(self)
+        self.housekeep()
         if start:
             self._thread.start()
 
@@ -241,6 +240,10 @@ class Client:
     def counters(self) -> ClientCounters:
         return self._core.counters
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def describe(self) -> dict[str, Any]:
         """State as plain values, for logs and status pages."""
         with self._lock:
@@ -251,7 +254,7 @@ class Client:
         end = time.monotonic() + timeout_s
         while True:
             with self._turn(receive=True):
-                self._housekeep()
+                self.housekeep()
             if self.attached or self._closed or time.monotonic() >= end:
                 return self.attached
             time.sleep(0.005)
@@ -344,8 +347,9 @@ class Client:
         self._drop(self._now_ns())
         self._plan_retry(self._now_ns(), REFUSED_RETRY_S)
 
-    def _housekeep(self) -> float:
+    def housekeep(self) -> float:
         """What does not hang on the engine's calls; seconds until there is more to do."""
+        due_ns: int | None = None
         with self._turn(receive=True) as now_ns:
             if self._closed:
                 return IDLE_S
@@ -361,7 +365,7 @@ class Client:
                 ):
                     self._drop(now_ns)
                     self._note_change()
-        due_ns = self._core.next_due_ns()
+            due_ns = self._core.next_due_ns()
         return IDLE_S if due_ns is None else min(max((due_ns - self._now_ns()) / 1e9, 0.001), IDLE_S)
 
     def _attach(self, now_ns: int) -> None:
@@ -406,45 +410,8 @@ class Client:
             except Exception:  # a listener's error is not the engine's
                 log.debug("on_note failed", exc_info=True)
 
-    def _wait_fds(self) -> tuple[int, int | None]:
+    def wait_fds(self) -> list[int]:
+        """What ends the own thread's sleep early: a call of `close`, the end of the daemon."""
         with self._lock:
-            return self._stop, self._peer.tether_fileno() if self._peer is not None else None
-
-
-def _serve(owner: "weakref.ref[Client]") -> None:
-    """The own thread: holds the client only while it works, so that a forgotten client is collected."""
-    while True:
-        client = owner()
-        if client is None or client._closed:
-            return
-        wait_s = client._housekeep()
-        stop, tether = client._wait_fds()
-        del client
-        poller = select.poll()
-        poller.register(stop, select.POLLIN)
-        if tether is not None and tether >= 0:
-            poller.register(tether, select.POLLIN)
-        try:
-            poller.poll(wait_s * 1000)
-        except (OSError, ValueError):
-            time.sleep(wait_s)
-
-
-def _close_pipe(*fds: int) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-_open_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
-
-
-def _close_all_at_exit(client: Client) -> None:
-    """Have an engine that forgets `close` leave politely all the same."""
-    if not _open_clients:
-        atexit.register(_close_open_clients)
-    _open_clients.add(client)
-
-
-def _close_open_clients() -> None:
-    for client in list(_open_clients):
-        client.close()
+            tether = self._peer.tether_fileno() if self._peer is not None else -1
+            return [self._stop, tether] if tether >= 0 else [self._stop]

@@ -25,6 +25,7 @@ from kvferry.proto.outcome import Next, Reason
 MS: Final = 1_000_000
 # A miss may have become a hit by another engine's store: worth a new question this often, if still wanted.
 MISS_REFRESH_NS: Final = 1_000 * MS
+NEVER: Final = 1 << 63
 # Hits without a lease may be evicted at any moment: promise no older answer than this.
 UNLEASED_REFRESH_NS: Final = 50 * MS
 # An engine that asked for a request's hits no later than this still wants its lease.
@@ -69,6 +70,7 @@ class Lookups:
         self._entries: dict[str, _Entry] = {}
         self._waiting: dict[int, str | None] = {}  # lookup id -> request; None: its end was told to the daemon
         self._next_id = 1
+        self._due_ns = NEVER  # no entry has anything to do before this: a tick of a quiet client looks at none
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -100,6 +102,8 @@ class Lookups:
         if entry.given_up:
             return Hits(True)
         entry.wanted_ns = now_ns
+        if entry.lease:
+            self._note_due(entry, now_ns)
         if entry.since_ns < 0:
             entry.since_ns = now_ns
         if not entry.waiting_for and (not entry.known or 0 <= entry.ask_again_ns <= now_ns):
@@ -111,6 +115,7 @@ class Lookups:
             self._give_up(entry)
             return Hits(True)
         if entry.next is Next.PENDING and patient:
+            self._note_due(entry, now_ns)
             return Hits(False, entry.count, entry.next, entry.retry_ms, entry.reason)
         if not entry.counted:
             entry.counted = True
@@ -142,6 +147,7 @@ class Lookups:
         entry.lease_ns = msg.lease_ms * MS
         entry.renewed_ns = now_ns
         entry.ask_again_ns = self._ask_again(entry, now_ns)
+        self._note_due(entry, now_ns)
 
     def take_lease(self, name: str, now_ns: int) -> int:
         """The load of `name` begins: its lease (0: none) passes to the load, and the lookup is gone."""
@@ -183,34 +189,45 @@ class Lookups:
 
     def tick(self, now_ns: int) -> None:
         """Renew leases that are wanted, drop those that ended, repeat pending questions that are waited for."""
-        if self.closed is Reason.OFF:
+        if self.closed is Reason.OFF or now_ns < self._due_ns:
             return
         renew = []
+        self._due_ns = NEVER
         for name, entry in self._entries.items():
             if entry.lease:
                 if now_ns >= entry.renewed_ns + entry.lease_ns:
                     entry.lease, entry.known, entry.since_ns = 0, False, -1
-                elif now_ns - entry.wanted_ns < LEASE_WANTED_NS and now_ns >= entry.renewed_ns + entry.lease_ns // 3:
+                elif self._is_wanted(entry) and now_ns >= entry.renewed_ns + entry.lease_ns // 3:
                     entry.renewed_ns = now_ns
                     renew.append(entry.lease)
-            is_patient = entry.since_ns >= 0 and now_ns - entry.since_ns < self._patience_ns
-            is_due = entry.known and entry.next is Next.PENDING and 0 <= entry.ask_again_ns <= now_ns
-            if is_due and is_patient and not entry.waiting_for and self.closed is None:
+            due_ns = self._question_due_ns(entry)
+            is_patient = now_ns - entry.since_ns < self._patience_ns
+            if due_ns is not None and due_ns <= now_ns and is_patient and self.closed is None:
                 self._ask(name, entry)
+            self._note_due(entry, now_ns)
         for at in range(0, len(renew), limits.MAX_JOBS):
             self.asks.append(Renew(pack_u64(renew[at : at + limits.MAX_JOBS])))
 
     def next_due_ns(self) -> int | None:
-        """When `tick` has something to do; None if nothing is leased or pending."""
-        due = []
-        for entry in self._entries.values():
-            if entry.lease:
-                is_wanted = entry.renewed_ns + entry.lease_ns // 3 - entry.wanted_ns < LEASE_WANTED_NS
-                due.append(entry.renewed_ns + (entry.lease_ns // 3 if is_wanted else entry.lease_ns))
-            is_pending = entry.known and entry.next is Next.PENDING and not entry.waiting_for
-            if is_pending and entry.since_ns >= 0 and entry.ask_again_ns < entry.since_ns + self._patience_ns:
-                due.append(entry.ask_again_ns)
-        return min(due, default=None) if self.closed is None else None
+        """When `tick` has something to do, or a little earlier; None if nothing is leased or pending."""
+        return self._due_ns if self._due_ns < NEVER and self.closed is None else None
+
+    def _is_wanted(self, entry: _Entry) -> bool:
+        return entry.renewed_ns + entry.lease_ns // 3 - entry.wanted_ns < LEASE_WANTED_NS
+
+    def _question_due_ns(self, entry: _Entry) -> int | None:
+        """When a pending answer is to be asked for again by time alone: only while somebody waits for it."""
+        if not entry.known or entry.next is not Next.PENDING or entry.waiting_for or entry.since_ns < 0:
+            return None
+        return entry.ask_again_ns if entry.ask_again_ns < entry.since_ns + self._patience_ns else None
+
+    def _note_due(self, entry: _Entry, now_ns: int) -> None:
+        if entry.lease:
+            lasts_ns = entry.lease_ns // 3 if self._is_wanted(entry) else entry.lease_ns
+            self._due_ns = min(self._due_ns, entry.renewed_ns + lasts_ns)
+        question_ns = self._question_due_ns(entry)
+        if question_ns is not None and question_ns > now_ns:
+            self._due_ns = min(self._due_ns, question_ns)
 
     def _ask(self, name: str, entry: _Entry) -> None:
         entry.lease = 0  # the daemon ends it when the question comes

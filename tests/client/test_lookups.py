@@ -135,6 +135,15 @@ def test_a_lease_that_was_left_alone_is_renewed_no_more_and_ends() -> None:
     assert scene.core.next_due_ns() is None
 
 
+def test_a_lease_wanted_again_before_its_end_is_renewed_again() -> None:
+    scene = Scene()
+    scene.leased("r", [1])
+    while scene.later(3000).renewals():
+        pass
+    assert scene.core.hits("r", scene.now_ns).count == 1
+    assert scene.renewals() == [77]
+
+
 def test_a_lease_over_is_asked_anew_when_wanted() -> None:
     """Case 43: an engine stopped past its lease and continued asks afresh instead of trusting an old promise."""
     scene = Scene()

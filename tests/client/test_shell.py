@@ -133,7 +133,7 @@ class Stage:
     def turn(self, ms: float = 0) -> None:
         """What the own thread does once, some time later."""
         self.clock.now_ns += int(ms * MS)
-        self.client._housekeep()
+        self.client.housekeep()
 
     def attached(self) -> "Stage":
         for _ in range(3):
@@ -413,6 +413,22 @@ def test_messages_wait_for_room_in_the_window_and_keep_their_order() -> None:
         s.carrier.has_room = True
         s.client.poll()
         assert [type(message) for message in s.carrier.sent[-2:]] == [Lookup, Step]
+
+
+def test_an_error_in_the_own_thread_does_not_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[int] = []
+
+    def fail(self: Client) -> float:
+        turns.append(1)
+        raise RuntimeError("a bug of ours")
+
+    with Client("e", world_size=1, key_bytes=8, num_blocks=1, block_tokens=1, run_dir=tmp_path) as client:
+        monkeypatch.setattr("kvferry.client.background.AFTER_ERROR_S", 0.001)
+        monkeypatch.setattr(Client, "housekeep", fail)
+        end = time.monotonic() + 10
+        while len(turns) < 3 and time.monotonic() < end:
+            time.sleep(0.005)
+        assert len(turns) >= 3 and client._thread.is_alive()
 
 
 def test_leases_are_renewed_without_a_call_of_the_engine() -> None:
