@@ -257,7 +257,7 @@ class Engine:
                     self.name, "request {} of {} keys, {} of them prompt", fresh.name, len(fresh.keys), fresh.num_prompt
                 )
                 self.requests.append(fresh)
-        elif not self.has_work and not self.core.describe()["stores_open"]:
+        elif not self.has_work:
             self.idle = True
             return
         self._step += 1
