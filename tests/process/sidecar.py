@@ -63,7 +63,7 @@ class Sidecar:
         tp_size: int = 2,
         host_memory: str = "64MiB",
         run_dir: Path | None = None,
-        ready_s: float = 30.0,
+        ready_s: float = 90.0,
     ) -> None:
         # Short: the path of a unix socket holds 107 bytes, and pytest's own directories may be longer.
         self._temporary = tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp")

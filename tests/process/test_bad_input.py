@@ -256,7 +256,7 @@ def test_garbage_on_the_streams_is_dropped_and_the_next_rank_is_served(shared: S
                 with contextlib.suppress(OSError):  # it may have had enough of us already
                     stream.sendall(said)
     with TinyEngine(shared, "after garbage", block_bytes=4096) as engine:
-        assert engine.client.wait_attached(20), engine.notes
+        assert engine.client.wait_attached(30), engine.notes
         assert engine.hits("r", keys_of("garbage", 2)) == 0
     assert shared.daemon() == daemon
 
@@ -266,8 +266,8 @@ def test_one_that_connects_and_says_nothing_keeps_nobody_out_for_long(shared: Si
         silent.connect(str(RunDir.at(shared.run_dir).rank(0)))
         started = time.monotonic()
         with TinyEngine(shared, "patient", block_bytes=4096) as engine:
-            assert engine.client.wait_attached(20), engine.notes
-        assert time.monotonic() - started < 10
+            assert engine.client.wait_attached(30), engine.notes
+        assert time.monotonic() - started < 20
 
 
 def test_hundreds_of_connections_without_a_word_do_not_stop_the_daemon(shared: Sidecar) -> None:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.process
 def test_two_ranks_store_and_load_and_the_bytes_are_equal(sidecar: Sidecar) -> None:
     keys, blocks, others = keys_of("a", 4), [1, 2, 3, 4], [9, 8, 7, 6]
     with TinyEngine(sidecar) as engine:
-        assert engine.client.wait_attached(10)
+        assert engine.client.wait_attached(30)
         engine.fill(blocks, seed=1)
         before = engine.bytes_of(blocks)
         assert engine.hits("r1", keys) == 0
@@ -30,17 +30,17 @@ def test_two_ranks_store_and_load_and_the_bytes_are_equal(sidecar: Sidecar) -> N
 def test_a_second_engine_finds_what_the_first_one_stored_and_so_does_its_successor(sidecar: Sidecar) -> None:
     keys, blocks = keys_of("shared", 8), list(range(8))
     with TinyEngine(sidecar, "one") as one:
-        assert one.client.wait_attached(10)
+        assert one.client.wait_attached(30)
         one.fill(blocks, seed=3)
         stored = one.bytes_of(blocks)
         assert one.store("r", keys, blocks) is Outcome.OK
         with TinyEngine(sidecar, "two") as two:
-            assert two.client.wait_attached(10)
+            assert two.client.wait_attached(30)
             assert two.hits("r", keys) == 8
             two.load("r", keys, blocks)
             assert two.bytes_of(blocks) == stored
     with TinyEngine(sidecar, "one") as again:
-        assert again.client.wait_attached(10)
+        assert again.client.wait_attached(30)
         assert again.hits("r", keys) == 8
         again.load("r", keys, blocks)
         assert again.bytes_of(blocks) == stored
@@ -49,7 +49,7 @@ def test_a_second_engine_finds_what_the_first_one_stored_and_so_does_its_success
 def test_when_an_engine_has_left_nothing_of_it_is_held_but_its_keys(sidecar: Sidecar) -> None:
     """Case 30: no worker, link, job, lease or fence outlives its engine; what it stored stays."""
     with TinyEngine(sidecar) as engine:
-        assert engine.client.wait_attached(10)
+        assert engine.client.wait_attached(30)
         served = {rank.worker_pid for rank in engine.ranks}
         engine.store("r", keys_of("a", 2), [0, 1])
         engine.hits("r2", keys_of("a", 2))

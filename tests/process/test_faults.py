@@ -40,7 +40,7 @@ def test_a_killed_daemon_comes_back_with_a_new_boot_and_an_empty_pool_and_the_en
 ) -> None:
     """Case 45: the way back is the way in, with the same code, in the background."""
     with TinyEngine(sidecar) as engine:
-        assert engine.client.wait_attached(10)
+        assert engine.client.wait_attached(30)
         round_trip(engine, "first")
         boot = sidecar.status()["boot"]
         os.kill(sidecar.daemon(), signal.SIGKILL)
@@ -69,7 +69,7 @@ def test_a_killed_worker_is_replaced_and_its_rank_attaches_to_the_spare_within_t
     sidecar: Sidecar,
 ) -> None:
     with TinyEngine(sidecar) as engine:
-        assert engine.client.wait_attached(10)
+        assert engine.client.wait_attached(30)
         round_trip(engine, "first")
         before = {rank.worker_pid for rank in engine.ranks}
         os.kill(engine.ranks[1].worker_pid, signal.SIGKILL)
@@ -88,14 +88,14 @@ def test_a_killed_spare_is_replaced(sidecar: Sidecar) -> None:
     os.kill(spare, signal.SIGKILL)
     until(lambda: (found := sidecar.workers(0)) and found != [spare], what="another spare")
     with TinyEngine(sidecar) as engine:
-        assert engine.client.wait_attached(10)
+        assert engine.client.wait_attached(30)
         round_trip(engine, "x")
 
 
 def test_a_worker_that_hangs_is_killed_by_the_daemons_wish_and_replaced() -> None:
     """Cases 48 and 53: a store ends by its deadline; the silent worker's death frees the rest."""
     with Sidecar("--job-deadline", "1s", "--kill-grace", "1s") as sidecar, TinyEngine(sidecar) as engine:
-        assert engine.client.wait_attached(10)
+        assert engine.client.wait_attached(30)
         hung = engine.ranks[1].worker_pid
         os.kill(hung, signal.SIGSTOP)
         engine.fill([0, 1], seed=1)
@@ -115,7 +115,7 @@ from pathlib import Path
 from tests.process.tiny_engine import TinyEngine, keys_of
 class Where: run_dir = Path(sys.argv[1])
 engine = TinyEngine(Where, "doomed")
-assert engine.client.wait_attached(20)
+assert engine.client.wait_attached(30)
 engine.fill([0, 1], 1)
 engine.store("r", keys_of("k", 2), [0, 1])
 engine.client.lookup("r2", keys_of("k", 2))
@@ -146,7 +146,7 @@ def test_a_killed_engine_leaves_its_keys_and_nothing_else(sidecar: Sidecar) -> N
 
     until(at_rest, 10, "jobs, fences, leases and quarantine are 0")
     with TinyEngine(sidecar, "doomed") as again:
-        assert again.client.wait_attached(20)
+        assert again.client.wait_attached(30)
         assert again.hits("r", keys_of("k", 2)) == 2
         assert again.hits("r3", keys_of("never begun", 4)) == 0
 
