@@ -4,19 +4,23 @@ Each plant is a small change to a real core, of the kind that somebody makes whi
 simulator must find it within a few dozen seeds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 from kvferry.client.fence import FenceMirror
 from kvferry.client.rank_core import RankCore
+from kvferry.gpu_worker.api import Copied, JobsCancelled, TellDaemon
 from kvferry.gpu_worker.core import WorkerCore
-from kvferry.gpu_worker.tickets import State as TicketState
+from kvferry.proto.columns import pack_u8, pack_u32, pack_u64, u64
+from kvferry.proto.hot import Done
 from kvferry.proto.link import FrameKind, Link
 from kvferry.proto.outcome import Kind, Outcome
 from kvferry.proto.page import PageReader
+from kvferry.proto.tether import CancelTickets, Words
 from kvferry.scheduler_daemon.core import engines, jobs, steps
+from kvferry.scheduler_daemon.core.desk import Desk
 from kvferry.scheduler_daemon.core.jobs import Effect, State, TransferJobStatus, Turn
 from kvferry.scheduler_daemon.core.pool import HostPool
 
@@ -68,16 +72,16 @@ def no_revoke_in_the_page(patch: pytest.MonkeyPatch) -> None:
 
 
 def revokes_are_read_before_the_copy(patch: pytest.MonkeyPatch) -> None:
-    """The look at the revokes is moved in front of the first byte."""
-    asked: dict[int, bool] = {}
-    look, guard = WorkerCore._is_revoked, WorkerCore._guard_before_the_first_byte
+    """The worker judges a store by what it had read of the revokes when it last looked."""
+    look = PageReader.revoked
+    known: dict[int, set[int]] = {}
 
-    def look_first(self: WorkerCore, transfer: Any) -> None:
-        asked[id(transfer)] = look(self, transfer)
-        guard(self, transfer)
+    def last_look(self: PageReader, tickets: Iterable[int]) -> set[int]:
+        before = known.get(id(self), set())
+        known[id(self)] = look(self, range(1, 1000))
+        return set(tickets) & before
 
-    patch.setattr(WorkerCore, "_guard_before_the_first_byte", look_first)
-    patch.setattr(WorkerCore, "_is_revoked", lambda self, transfer: asked.get(id(transfer), False))
+    patch.setattr(PageReader, "revoked", last_look)
 
 
 def marks_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
@@ -103,10 +107,21 @@ def a_load_fails_with_its_first_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(jobs.NEXT, (Kind.LOAD, State.COPYING, Turn.FAILED), at_once)
 
 
-def loads_do_not_pin(patch: pytest.MonkeyPatch) -> None:
-    """A load's slots may be evicted under it; the daemon's own sums are kept quiet."""
-    patch.setattr(HostPool, "pin", lambda self, entries: None)
-    patch.setattr(HostPool, "unpin", lambda self, entries: None)
+def pins_do_not_hold(patch: pytest.MonkeyPatch) -> None:
+    """What a load reads stays in the list of what may be evicted; the daemon's own sums are kept quiet."""
+
+    def pin(self: HostPool, entries: Any) -> None:
+        for entry in entries:
+            self.num_pinned += not entry.pins
+            entry.pins += 1
+
+    def unpin(self: HostPool, entries: Any) -> None:
+        for entry in entries:
+            entry.pins -= 1
+            self.num_pinned -= not entry.pins
+
+    patch.setattr(HostPool, "pin", pin)
+    patch.setattr(HostPool, "unpin", unpin)
     patch.setattr("kvferry.scheduler_daemon.core.status.check", lambda desk: None)
 
 
@@ -117,35 +132,46 @@ def namespaces_are_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def a_failed_copy_is_ok(patch: pytest.MonkeyPatch) -> None:
     """The device's error is dropped on the way."""
-    copied = WorkerCore._on_copied
-    patch.setattr(WorkerCore, "_on_copied", lambda self, token, ok, now_ns: copied(self, token, True, now_ns))
+    step = WorkerCore.step
+
+    def all_is_well(self: WorkerCore, event: Any, now_ns: int) -> Any:
+        return step(self, Copied(event.token, True) if isinstance(event, Copied) else event, now_ns)
+
+    patch.setattr(WorkerCore, "step", all_is_well)
 
 
 def a_cancel_ends_a_running_copy(patch: pytest.MonkeyPatch) -> None:
     """Cancelled while it copies: reported at once, though the device goes on writing."""
-    drop = WorkerCore._drop
+    step = WorkerCore.step
 
-    def drop_at_once(self: WorkerCore, transfer: Any, outcome: Outcome, now_ns: int) -> None:
-        if transfer.state is TicketState.COPYING:
-            self._report(transfer, outcome, now_ns)
-        drop(self, transfer, outcome, now_ns)
+    def report_at_once(self: WorkerCore, event: Any, now_ns: int) -> Any:
+        actions = step(self, event, now_ns)
+        if isinstance(event, JobsCancelled) and not any(isinstance(action, TellDaemon) for action in actions):
+            jobs = u64(event.message.jobs).tolist()
+            cancelled = pack_u8([Outcome.CANCELLED] * len(jobs))
+            done = Done(jobs=pack_u64(jobs), outcomes=cancelled, copy_us=pack_u32([0] * len(jobs)))
+            actions = [*actions, TellDaemon(done)]
+        return actions
 
-    patch.setattr(WorkerCore, "_drop", drop_at_once)
+    patch.setattr(WorkerCore, "step", report_at_once)
 
 
 def a_rank_gives_a_late_load_up(patch: pytest.MonkeyPatch) -> None:
-    """A cancelled load is reported failed by the rank itself, without its worker's word."""
-    cancel = RankCore._cancel
+    """A cancelled load is taken as failed by the rank itself, without its worker's word."""
+    outgoing = RankCore.outgoing
 
-    def give_up(self: RankCore, tickets: Any) -> None:
-        cancel(self, tickets)
-        for ticket in [ticket for ticket in tickets if ticket in self._loads]:
-            load = self._loads[ticket]
-            from kvferry.client.types import LoadEnd
+    def give_up(self: RankCore) -> list[Any]:
+        messages = outgoing(self)
+        for message in messages:
+            if isinstance(message, CancelTickets):
+                count = len(message.tickets) // 8
+                columns = {"wait_us": pack_u32([0] * count), "copy_us": pack_u32([0] * count)}
+                words = {"kinds": pack_u8([Kind.LOAD] * count), "outcomes": pack_u8([Outcome.CANCELLED] * count)}
+                failed = pack_u32([0] * count)
+                self.on_message(Words(tickets=message.tickets, **words, **columns, failed_counts=failed), self.worker)
+        return messages
 
-            self._end_load(ticket, LoadEnd(ticket, False, load.blocks, Outcome.CANCELLED))
-
-    patch.setattr(RankCore, "_cancel", give_up)
+    patch.setattr(RankCore, "outgoing", give_up)
 
 
 def links_take_frames_as_they_come(patch: pytest.MonkeyPatch) -> None:
@@ -172,7 +198,6 @@ def a_chain_may_evict_itself(patch: pytest.MonkeyPatch) -> None:
 
 def an_ended_lease_keeps_its_pins(patch: pytest.MonkeyPatch) -> None:
     """Time ends a lease without unpinning what it held."""
-    from kvferry.scheduler_daemon.core.desk import Desk
 
     def forget(self: Desk, lease: Any) -> None:
         self.leases.remove(lease)
@@ -196,7 +221,7 @@ PLANTS: list[tuple[Plant, str]] = [
     (marks_are_not_waited_for, "mark"),
     (slots_are_freed_while_ranks_still_copy, ""),
     (a_load_fails_with_its_first_rank, ""),
-    (loads_do_not_pin, ""),
+    (pins_do_not_hold, ""),
     (namespaces_are_ignored, ""),
     (a_failed_copy_is_ok, "I1"),
     (a_cancel_ends_a_running_copy, ""),
