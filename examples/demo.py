@@ -10,6 +10,7 @@ left running, in the run dir or in /dev/shm, whether it ends by itself or by Ctr
 
 import argparse
 import contextlib
+import os
 import random
 import signal
 import statistics
@@ -96,8 +97,10 @@ def tell_the_story(story: Story, config: EngineConfig, host_memory: str) -> int:
     say("kvferry demo: conversations that come back after their KV was evicted\n")
     say(f"  engine     a small Llama in torch, {config.tp} ranks (tensor parallel), room for the KV of")
     say(f"             {config.num_blocks * config.block_tokens:,} tokens ({config.num_blocks} blocks)")
-    say(f"  workload   {story.conversations} conversations take turns, prompts of up to {longest:,} tokens that share")
-    say(f"             {story.system}: by the time one returns, the others have taken its blocks\n")
+    say(f"  workload   {story.conversations} conversations take turns; prompts of up to {longest:,} tokens,", end=" ")
+    say(
+        f"the first {story.system}\n             the same for all; by the time one returns, the others have taken its blocks\n"
+    )
 
     say("[1/3] the engine alone; time to first token (TTFT) of each turn")
     alone, talks = Act(), begin(story, config.model.vocab)
@@ -171,7 +174,7 @@ def verdict(alone: Act, ferried: Act, last: int, left: list[str]) -> int:
     loaded = sum(c.kvferry for c in ferried.turns.values())
     say(f"  prompt tokens computed    {computed[0]:>8,} without   {computed[1]:>8,} with kvferry")
     say(f"  TTFT of returning turns   {without * 1e3:>5.0f} ms without   {with_it * 1e3:>5.0f} ms with   (medians)")
-    say(f"  the whole conversation    {alone.seconds:>6.1f} s without   {ferried.seconds:>6.1f} s with\n")
+    say(f"  all turns together        {alone.seconds:>6.1f} s without   {ferried.seconds:>6.1f} s with\n")
     faults = []
     if differ:
         faults.append(f"tokens differ in {', '.join(differ)}")
@@ -211,6 +214,9 @@ def main() -> int:
     except KeyboardInterrupt:
         say("\n  stopped; nothing is left running")
         return 130
+    except BrokenPipeError:  # whoever read our output has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (SidecarError, EngineDeadError) as error:
         say(f"\n  FAILED: {error}")
         return 1
