@@ -98,9 +98,8 @@ def tell_the_story(story: Story, config: EngineConfig, host_memory: str) -> int:
     say(f"  engine     a small Llama in torch, {config.tp} ranks (tensor parallel), room for the KV of")
     say(f"             {config.num_blocks * config.block_tokens:,} tokens ({config.num_blocks} blocks)")
     say(f"  workload   {story.conversations} conversations take turns; prompts of up to {longest:,} tokens,", end=" ")
-    say(
-        f"the first {story.system}\n             the same for all; by the time one returns, the others have taken its blocks\n"
-    )
+    say(f"the first {story.system}")
+    say("             the same for all; by the time one returns, the others have taken its blocks\n")
 
     say("[1/3] the engine alone; time to first token (TTFT) of each turn")
     alone, talks = Act(), begin(story, config.model.vocab)
