@@ -141,6 +141,20 @@ class RankClient:
         self._tell()
         return report
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the worker says something, at most `timeout_s`; then `poll`.
+
+        Only for an engine step that has nothing to compute: it gives the processor to the copies instead of
+        asking again and again. Returns at once if an end is known already or nobody could say one.
+        """
+        with self._lock:
+            if self._tether is None or self._tether.ended or self._core.has_ends:
+                return
+            poller = select.poll()
+            poller.register(self._tether.fileno(), select.POLLIN)
+        # Our own thread may close the socket meanwhile: then this ends by its bound.
+        poller.poll(timeout_s * 1000)
+
     # ---- as a whole ----------------------------------------------------------------------------------
 
     @property

@@ -88,6 +88,11 @@ class RankCore:
             if begun_at == worker:
                 self._end_store(ticket)
 
+    @property
+    def has_ends(self) -> bool:
+        """Whether `poll` has a load's end to tell."""
+        return bool(self._load_ends)
+
     def awaited_workers(self) -> set[int]:
         """Workers whose word or proof of death is still needed."""
         return {load.worker for load in self._loads.values()} | set(self._stores.values())

@@ -31,6 +31,10 @@ class Tether:
         self._unsent = bytearray()
         sock.setblocking(False)
 
+    def fileno(self) -> int:
+        """Readable when the worker has said something, or is gone."""
+        return self._sock.fileno()
+
     def queue(self, message: Message) -> None:
         """Add a message to what `flush` sends."""
         self._unsent += frame(message)
