@@ -3,7 +3,8 @@
     revoke ──▶ begin_loads ──▶ (forward) ──▶ begin_stores ──▶ finished, failed_blocks
 
 Each load of each step is reported as finished exactly once, whatever happens: a second time would end the
-engine, none would leave its request waiting for ever. Nothing here waits.
+engine, none would leave its request waiting for ever. Nothing here waits but a step that has nothing to
+compute, and that for milliseconds.
 """
 
 import time
@@ -17,6 +18,12 @@ from kvferry.vllm.work import LoadTimes, RankWords, StepWork
 # After a failure of our own the rank client still owes its words; one that gives none for this long is
 # closed (its worker leaves within a second), and what is left is failed.
 LAST_WORD_NS: Final = 10_000_000_000
+# While loads are all there is to do, vLLM runs a thousand empty steps a second, and its ranks spin between them:
+# on a machine with few cores that starves the very copies they wait for. So a rank sleeps in such a step until
+# its worker speaks. A request that arrives meanwhile waits as long, so it is short.
+IDLE_WAIT_S: Final = 0.005
+# The same while the sidecar's answer to a lookup is all there is to wait for: a rank cannot see it come.
+IDLE_SLEEP_S: Final = 0.002
 
 
 class RankClientLike(Protocol):
@@ -25,6 +32,7 @@ class RankClientLike(Protocol):
     def revoke(self, directive: Directive) -> None: ...
     def begin_loads(self, directive: Directive) -> None: ...
     def begin_stores(self, directive: Directive) -> None: ...
+    def wait(self, timeout_s: float) -> None: ...
     def poll(self) -> RankReport: ...
     def close(self) -> None: ...
 
@@ -47,6 +55,7 @@ class RankHalf:
         self._failed_blocks: set[int] = set()
         self._times: dict[str, LoadTimes] = {}
         self._broken_ns: int | None = None
+        self._is_idle_step = self._is_waiting_step = False
 
     @property
     def is_idle(self) -> bool:
@@ -62,6 +71,8 @@ class RankHalf:
         """Before the forward, after fresh blocks were zeroed."""
         for name, blocks in work.failed.items():
             self._fail(name, blocks)
+        self._is_idle_step = work.is_idle
+        self._is_waiting_step = work.is_idle and work.is_waiting
         now = self._now_ns()
         for ticket, blocks in (*work.directive.loads, *work.directive.failed_loads):
             self._loading[ticket] = _Loading(work.names[ticket], blocks, now)
@@ -81,10 +92,15 @@ class RankHalf:
         """Requests whose load is over at this rank, each once. Its invalid blocks are in `failed_blocks` now."""
         if self._client is not None and self._loading:
             self._hear(self._client.poll())
+            if self._is_idle_step and not self._finished:
+                self._client.wait(IDLE_WAIT_S)
+                self._hear(self._client.poll())
             if self._broken_ns is not None and self._now_ns() > self._broken_ns + LAST_WORD_NS:
                 self._client.close()
                 self._fail_all()
         elif self._client is not None:
+            if self._is_waiting_step:
+                time.sleep(IDLE_SLEEP_S)
             self._client.poll()  # words on stores; nobody waits for them
         finished, self._finished = self._finished, set()
         return finished

@@ -125,6 +125,7 @@ class SchedulerHalf:
         self._pins: dict[int, _Pin] = {}  # by store ticket
         self._failed: dict[str, tuple[int, ...]] = {}  # loads without a ticket
         self._load_blocks: list[int] = []  # given out for loads in this step; needed without a sensor only
+        self._is_waiting = False  # for a lookup's answer, in this step
         self.is_off = False
 
     # ---- setting up and down -------------------------------------------------------------------------
@@ -168,6 +169,7 @@ class SchedulerHalf:
             # A key that is on its way helps only if the engine has not got that block itself.
             if hits.next is Next.PENDING and hits.count < local:
                 return 0, False
+            self._is_waiting = True
             return None, False
         found = max(min(hits.count, most) - local, 0)
         self._trace.answered(request.request_id, hits, found)
@@ -237,7 +239,7 @@ class SchedulerHalf:
                 live = self._live.get(name)
                 if live is not None:
                     self._store_full(live, num_tokens, block_ids)
-        return self._tell(self._client.end_step())
+        return self._tell(self._client.end_step(), is_idle=not scheduled)
 
     def failed_step(self) -> StepWork:
         """What the ranks must do in a step whose planning went wrong: fail what they were not told of.
@@ -373,7 +375,7 @@ class SchedulerHalf:
         if pin is not None and self._sensor is not None:
             self._sensor.unpin(pin.blocks)
 
-    def _tell(self, directive: Directive) -> StepWork:
+    def _tell(self, directive: Directive, *, is_idle: bool) -> StepWork:
         names = {}
         tickets = {ticket for ticket, _ in (*directive.loads, *directive.failed_loads)}
         if tickets:
@@ -383,4 +385,5 @@ class SchedulerHalf:
                     load.is_told = True
                     self._trace.told(load.name)
         failed, self._failed = self._failed, {}
-        return StepWork(directive, names, failed)
+        is_waiting, self._is_waiting = self._is_waiting, False
+        return StepWork(directive, names, failed, is_idle, is_waiting)

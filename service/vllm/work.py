@@ -11,12 +11,15 @@ class StepWork:
     """One step's orders for the ranks.
 
     `names` says whose each load of the directive is. `failed` are loads that no ticket stands for, because
-    making one went wrong: the ranks report them received and their blocks invalid.
+    making one went wrong: the ranks report them received and their blocks invalid. `is_idle`: the step computes
+    nothing, so that a rank may wait a moment in it; `is_waiting`: for an answer of the sidecar's.
     """
 
     directive: Directive
     names: dict[int, str] = field(default_factory=dict)  # load ticket -> the engine's request id
     failed: dict[str, tuple[int, ...]] = field(default_factory=dict)  # request id -> blocks
+    is_idle: bool = False
+    is_waiting: bool = False
 
 
 @dataclass(frozen=True, slots=True)

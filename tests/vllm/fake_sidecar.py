@@ -216,6 +216,9 @@ class FakeRankClient:
             if ticket in self.shared.jobs:
                 self.shared.jobs[ticket].begun.add(self.rank)
 
+    def wait(self, timeout_s: float) -> None:
+        self.shared.tick()
+
     def poll(self) -> RankReport:
         words, self.shared.words[self.rank] = tuple(self.shared.words[self.rank]), []
         return RankReport(loads=words)
