@@ -72,6 +72,14 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What one request does in a step: the (block, key) pairs it reads and those it computes."""
+
+    reads: list[tuple[int, bytes]]
+    writes: list[tuple[int, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What one step asks of every rank."""
 
@@ -265,17 +273,18 @@ class Engine:
             if self._open.pop(end.ticket, None) is not end.kind:
                 raise Broken(f"I4: {self.name} hears the end of ticket {end.ticket} {end.kind.name} twice or untold")
         zeros: list[int] = []
-        reads: dict[int, bytes] = {}
-        writes: dict[int, bytes] = {}
+        scheduled: dict[str, Part] = {}
         loading: dict[int, tuple[Meaning, tuple[tuple[int, bytes], ...]]] = {}
         self._stored_now.clear()
         self._misbehave(now)
         for request in list(self.requests):
             if request.state == RUNNING:
-                self._run(request, reads, writes, zeros, now)
+                self._run(request, scheduled, zeros, now)
         for request in list(self.requests):
             if request.state == WAITING:
                 self._admit(request, zeros, loading, now)
+        reads = {block: key for part in scheduled.values() for block, key in part.reads}
+        writes = {block: key for part in scheduled.values() for block, key in part.writes}
         directive = self.core.end_step(now)
         self._flush()
         work = Work(
@@ -329,15 +338,14 @@ class Engine:
         request.state, request.computed, request.stored, request.asked_from = WAITING, 0, 0, -1
         request.needs_all = True
 
-    def _give_way(self, victim: Request, reads: dict[int, bytes], writes: dict[int, bytes], now: int) -> None:
+    def _give_way(self, victim: Request, scheduled: dict[str, Part], now: int) -> None:
         """Preempt a request for want of blocks, also one that this step has scheduled already: it computes nothing."""
         if victim.name in self._stored_now:
             self.core.cancel(self._stored_now[victim.name], now)
-        for block in victim.blocks:
-            if self._refs[block] == 1:
-                reads.pop(block, None)
-            if writes.pop(block, None) and block in self._key_of:
-                del self._cached[self._key_of.pop(block)]
+        if victim.name in scheduled:
+            for block, _ in scheduled.pop(victim.name).writes:
+                if block in self._key_of:
+                    del self._cached[self._key_of.pop(block)]
         self._preempt(victim, now)
 
     def _rotate(self, now: int) -> None:
@@ -357,9 +365,7 @@ class Engine:
         self.core.rotate(salt, now)
         self.meaning = (self.meaning[0], salt)
 
-    def _run(
-        self, request: Request, reads: dict[int, bytes], writes: dict[int, bytes], zeros: list[int], now: int
-    ) -> None:
+    def _run(self, request: Request, scheduled: dict[str, Part], zeros: list[int], now: int) -> None:
         if request.computed == len(request.keys):
             if self._finished_step >= request.last_step:
                 self._finish(request, now)
@@ -378,12 +384,10 @@ class Engine:
         if upto <= request.computed:
             # Nothing free: somebody must give way.
             running = [other for other in self.requests if other.state == RUNNING]
-            self._give_way(self._rng.choice(running), reads, writes, now)
+            self._give_way(self._rng.choice(running), scheduled, now)
             return
-        for at in range(request.computed):
-            reads[request.blocks[at]] = request.keys[at]
-        for at in range(request.computed, upto):
-            writes[request.blocks[at]] = request.keys[at]
+        pairs = list(zip(request.blocks, request.keys, strict=False))
+        scheduled[request.name] = Part(pairs[: request.computed], pairs[request.computed : upto])
         self.num_tokens += upto - request.computed
         request.computed = upto
         request.last_step = self._step
