@@ -2,8 +2,11 @@
 
 any peer  ──Hello──▶ daemon ──Welcome | Refused──▶
 client    ──Register──▶ daemon ──Registered | Refused──▶            then RanksChanged as ranks come and go
-worker    ──Attach──▶ daemon ──Attached | Refused──▶                then RankGone, or the link's end
+worker    ──Drained──▶ daemon                                       first after Welcome, on every link
+          ──Attach──▶ daemon ──Attached | Refused──▶                then RankGone, or the link's end
 admin     ──StatusAsk──▶ daemon ──StatusAnswer──▶
+          ──ResetAsk──▶ daemon ──ResetAnswer | Refused──▶
+          ──DrainAsk──▶ daemon ──DrainAnswer──▶                     when nothing is in flight any more
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -169,6 +172,19 @@ class RankGone(Control, tag="rank.gone"):
     """Worker -> daemon: the rank's tether is at its end; this worker drains and exits."""
 
 
+class Drained(Control, tag="drained"):
+    """Worker -> daemon: nothing that another link told this worker is in flight or waiting any more. Since 1.1.
+
+    Said on every link, after Welcome and before Attach; a worker that never had another link says it at once.
+    `boot` is the one of this link's Welcome. Until all workers that outlived a daemon have said it or are
+    reaped, their next daemon gives no slot away. To the same daemon it is the last word on all
+    jobs of the worker's lost link. No answer.
+    """
+
+    worker: U64Field
+    boot: U64Field
+
+
 class StatusAsk(Control, tag="status.ask"):
     """Admin -> daemon."""
 
@@ -177,3 +193,33 @@ class StatusAnswer(Control, tag="status.answer"):
     """Daemon -> admin: gauges and counters as plain JSON types."""
 
     status: dict[str, Any]
+
+
+class ResetAsk(Control, tag="reset.ask"):
+    """Admin -> daemon: forget everything of a namespace, at once. ResetAnswer or Refused answers it. Since 1.1."""
+
+    namespace: Text  # hex digest, or its first digits if only one namespace begins so; "*": all
+
+
+class ResetAnswer(Control, tag="reset.answer"):
+    """Daemon -> admin: the new epochs, which are in the table's header already."""
+
+    epochs: dict[Text, U32Field]  # namespace -> epoch; at most 1024 of them are named
+    keys: U64Field  # that were held or being written
+
+
+class DrainAsk(Control, tag="drain.ask"):
+    """Admin -> daemon: admit nothing more, let go of what runs. DrainAnswer comes when all is at rest. Since 1.1.
+
+    Loads run to their end; stores have `budget_ms`, then they are cancelled. `resume` ends the drain instead.
+    """
+
+    budget_ms: U32Field = 2000
+    resume: bool = False
+
+
+class DrainAnswer(Control, tag="drain.answer"):
+    """Daemon -> admin: no copy runs and nothing is admitted (or, after `resume`, all is as before)."""
+
+    dropped: U64Field  # stores that the budget did not cover
+    waited_ms: U64Field

@@ -84,5 +84,6 @@ CODES: Final[dict[str, str]] = {
     "handle.kind": "this worker's device cannot map this kind of memory",
     "handle.stale": "the memory handle cannot be opened",
     "worker.busy": "this worker already serves a rank",
+    "reset.namespace": "no namespace, or more than one, has this name",
     "daemon.lost": "the daemon is gone",
 }

@@ -28,6 +28,8 @@ class Reason(IntEnum):
     KEY_WIDTH = 11  # keys are not as wide as registered
     GROUP = 12  # a KV group that the engine did not register
     OFF = 13  # said by the client alone: no sidecar
+    RESTARTING = 14  # 1.1: the daemon is new, and workers of an earlier one have not said that they drained
+    DRAINING = 15  # 1.1: the sidecar takes nothing new, it is about to stop
 
 
 class Kind(IntEnum):

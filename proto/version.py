@@ -7,7 +7,7 @@ messages or trailing fields; a peer speaks the lower of the two minors.
 from typing import Final
 
 PROTOCOL_MAJOR: Final = 1
-PROTOCOL_MINOR: Final = 0
+PROTOCOL_MINOR: Final = 1
 PROTOCOL: Final = (PROTOCOL_MAJOR, PROTOCOL_MINOR)
 # Older majors this build still speaks, as (lowest, highest).
 SUPPORTED_MAJORS: Final = (1, 1)

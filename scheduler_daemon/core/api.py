@@ -11,6 +11,7 @@ from typing import TypeAlias
 from kvferry.proto.control import Control
 from kvferry.proto.hot import Cancel, Done, JobsEnded, Lookup, LookupAnswer, Plan, Renew, Step, StepAnswer
 from kvferry.proto.ids import BootId, LinkId, WorkerId
+from kvferry.scheduler_daemon.core.slots import Table
 
 Incoming: TypeAlias = Control | Lookup | Step | Renew | Done
 Outgoing: TypeAlias = Control | LookupAnswer | StepAnswer | JobsEnded | Plan | Cancel
@@ -45,11 +46,29 @@ class WorkerReaped:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersListed:
+    """The supervisor's list of all workers that live and may have served an earlier daemon; said once, first of all.
+
+    No slot is given away until each of them has said `drained` or was reaped. A daemon that was started
+    together with its supervisor is given an empty list. One that recovered a table awaits this event.
+    """
+
+    workers: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DrainBegun:
+    """Stop admitting and come to rest: AtRest says when. What `drain.ask` does, for the shell's own use."""
+
+    budget_ns: int  # for running stores; running loads run to their end
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Nothing happened but time: deadlines and leases are looked at."""
 
 
-Event: TypeAlias = Received | LinkLost | WorkerReaped | TimePassed
+Event: TypeAlias = Received | LinkLost | WorkerReaped | WorkersListed | DrainBegun | TimePassed
 
 
 # ---- actions ---------------------------------------------------------------------------------------
@@ -85,7 +104,44 @@ class Note:
     text: str
 
 
-Action: TypeAlias = Send | CloseLink | KillWorker | Note
+@dataclass(frozen=True, slots=True)
+class KeepEpochs:
+    """Write these epochs into the table's header before the actions that follow this one are carried out."""
+
+    epochs: tuple[tuple[bytes, int], ...]  # (namespace digest, 16 bytes; epoch), all that must be kept, newest last
+
+
+@dataclass(frozen=True, slots=True)
+class AtRest:
+    """What DrainBegun asked for is reached: nothing is in flight, nothing is admitted."""
+
+
+Action: TypeAlias = Send | CloseLink | KillWorker | Note | KeepEpochs | AtRest
+
+
+# ---- what the core is built with -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TableShape:
+    """How the pool is cut: what a slot table is made for. Tuples are by rank."""
+
+    num_slots: int
+    slot_bytes: tuple[int, ...]
+    pool_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recovered:
+    """The slot table of an earlier daemon on the same machine boot, and what its header says.
+
+    `table` is the live, writable mapping, shape (num_slots,): the core goes on with it. Reading it makes
+    millions of objects: the shell turns the garbage collector off first.
+    """
+
+    shape: TableShape
+    table: Table
+    epochs: tuple[tuple[bytes, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +152,8 @@ class CoreSettings:
     tp_size: int  # pool files, and the world size an engine must have
     lease_ns: int = 10_000_000_000
     lease_share: float = 0.5  # of all slots, that leases may hold (rule 9)
-    job_ns: int = 30_000_000_000  # an accepted job's deadline
+    job_ns: int = 30_000_000_000  # an accepted job's deadline, beside the time that its bytes take
+    floor_bytes_per_s: int = 50_000_000  # no worker is reckoned to copy slower
     grace_ns: int = 5_000_000_000  # from cancel to kill
     retry_ms: int = 5  # what a PENDING lookup is told
     max_in_flight_bytes: int = 1 << 30  # per engine and direction, all ranks together

@@ -11,34 +11,63 @@ shell woke for it or not. Nothing here knows a socket, a clock or a log.
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.proto.control import Attach, Goodbye, Hello, RankGone, Register, Rotate, StatusAnswer, StatusAsk
+from kvferry.proto.control import (
+    Attach,
+    DrainAsk,
+    Drained,
+    Goodbye,
+    Hello,
+    RankGone,
+    Register,
+    ResetAsk,
+    Rotate,
+    StatusAnswer,
+    StatusAsk,
+)
 from kvferry.proto.errors import RemoteProtocolError
 from kvferry.proto.hot import Done, Lookup, Renew, Step
 from kvferry.proto.ids import LinkId
-from kvferry.scheduler_daemon.core import ending, intake, lookups, people, status, steps
+from kvferry.scheduler_daemon.core import drain, ending, intake, lookups, people, recovery, reset, status, steps
 from kvferry.scheduler_daemon.core.api import (
     Action,
     CoreSettings,
+    DrainBegun,
     Event,
     Incoming,
     LinkLost,
     Received,
+    Recovered,
+    TableShape,
     TimePassed,
     WorkerReaped,
+    WorkersListed,
 )
 from kvferry.scheduler_daemon.core.desk import Desk
 from kvferry.scheduler_daemon.core.slots import Table, zeroed_table
 
 
+def plain_table(shape: TableShape) -> Table:
+    """A table in plain memory."""
+    return zeroed_table(shape.num_slots)
+
+
 class Core:
     """The scheduler daemon without its sockets.
 
-    `make_table(num_slots)` gives the slot table, zeroed, shape (num_slots,) of `slots.RECORD`, once the
+    `make_table(shape)` gives the slot table, zeroed, shape (num_slots,) of `slots.RECORD`, once the
     pool's geometry is known; a KvferryError it raises refuses the attachment that fixed the geometry.
+    `recovered` is what an earlier daemon left: its READY slots are served at once.
     """
 
-    def __init__(self, settings: CoreSettings, make_table: Callable[[int], Table] = zeroed_table) -> None:
+    def __init__(
+        self,
+        settings: CoreSettings,
+        make_table: Callable[[TableShape], Table] = plain_table,
+        recovered: Recovered | None = None,
+    ) -> None:
         self._desk = Desk(settings, make_table)
+        if recovered is not None:
+            recovery.recover(self._desk, recovered)
 
     def step(self, event: Event, now_ns: int) -> list[Action]:
         """Take one event; everything to be done about it, in order. A `now_ns` that went back counts as no time."""
@@ -52,8 +81,14 @@ class Core:
                 people.lose_link(desk, link)
             case WorkerReaped(worker):
                 people.reap(desk, worker)
+            case WorkersListed(workers):
+                recovery.await_workers(desk, workers)
+            case DrainBegun(budget_ns):
+                drain.begin(desk, budget_ns)
             case TimePassed():
                 pass
+        reset.free_some(desk)
+        drain.look(desk)
         actions = desk.take_actions()
         desk.namespaces.sweep(engine.namespace for engine in desk.engines.values() if engine.namespace is not None)
         return actions
@@ -94,6 +129,7 @@ class Core:
             return
         known = self._from_client(link, message) if hello.role == "client" else False
         known = self._from_worker(link, message) if hello.role == "worker" else known
+        known = self._from_admin(link, message) if hello.role == "admin" else known
         if not known:
             error = RemoteProtocolError("message.unexpected", f"{message.TAG!r} from a {hello.role}, or not now")
             people.refuse_link(desk, link, error)
@@ -130,6 +166,8 @@ class Core:
         desk = self._desk
         worker = desk.worker_links.get(link)
         match message:
+            case Drained():
+                recovery.take_drained(desk, link, message)
             case Attach():
                 people.take_attach(desk, link, message)
             case Done():
@@ -142,6 +180,17 @@ class Core:
                     desk.counters.add("words_of_strangers")
                 else:
                     people.take_rank_gone(desk, worker)
+            case _:
+                return False
+        return True
+
+    def _from_admin(self, link: LinkId, message: Incoming) -> bool:
+        """Whether an admin may send this now; then it has been taken."""
+        match message:
+            case ResetAsk():
+                reset.take_reset(self._desk, link, message)
+            case DrainAsk():
+                drain.take_drain(self._desk, link, message)
             case _:
                 return False
         return True

@@ -6,30 +6,49 @@ worker, one a client, behind the answer to what caused them.
 """
 
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from kvferry.proto.columns import pack_u8, pack_u64
 from kvferry.proto.control import Hello
 from kvferry.proto.hot import Cancel, JobsEnded
 from kvferry.proto.ids import LinkId
 from kvferry.proto.limits import MAX_JOBS
-from kvferry.scheduler_daemon.core.api import Action, CoreSettings, Outgoing, Send
+from kvferry.scheduler_daemon.core.api import Action, CoreSettings, Outgoing, Send, TableShape
 from kvferry.scheduler_daemon.core.counters import Counters
 from kvferry.scheduler_daemon.core.engines import Engine, Session, Worker
 from kvferry.scheduler_daemon.core.geometry import Geometry
+from kvferry.scheduler_daemon.core.index import KeyIndex
 from kvferry.scheduler_daemon.core.jobs import Jobs, TransferJobStatus
 from kvferry.scheduler_daemon.core.leases import Lease, Leases
 from kvferry.scheduler_daemon.core.namespaces import Namespaces
 from kvferry.scheduler_daemon.core.pool import HostPool
-from kvferry.scheduler_daemon.core.slots import MakeTable
+from kvferry.scheduler_daemon.core.slots import Table
+
+
+@dataclass(slots=True)
+class Drain:
+    """A drain under way (`drain.py`)."""
+
+    began_ns: int
+    end_ns: int  # of the budget of running stores
+    cut: bool = False  # the budget is over: they were cancelled
+    dropped: int = 0  # stores so cancelled
+    announced: bool = False  # that all is at rest
+    links: list[LinkId] = field(default_factory=list)  # that wait for an answer
 
 
 class Desk:
     """All state of the daemon."""
 
     __slots__ = (
+        "awaited",
         "cancels",
         "counters",
         "deadlines",
+        "drain",
+        "drained",
+        "dying",
         "ended",
         "engines",
         "generation",
@@ -38,21 +57,24 @@ class Desk:
         "hellos",
         "jobs",
         "leases",
+        "list_awaited",
         "make_table",
         "namespaces",
+        "noted",
         "now_ns",
         "num_registrations",
         "out",
         "partings",
         "pool",
         "reaped",
+        "recovered_only",
         "sessions",
         "settings",
         "worker_links",
         "workers",
     )
 
-    def __init__(self, settings: CoreSettings, make_table: MakeTable) -> None:
+    def __init__(self, settings: CoreSettings, make_table: Callable[[TableShape], Table]) -> None:
         self.settings = settings
         self.make_table = make_table
         self.now_ns = 0
@@ -70,14 +92,26 @@ class Desk:
         self.worker_links: dict[LinkId, Worker] = {}  # of open links
         self.workers: dict[int, Worker] = {}  # attached once and not yet reaped
         self.reaped: set[int] = set()  # a worker's attach may come after its death
-        # All jobs live equally long and time does not go back: the first is always due first. What ended
-        # meanwhile is skipped when its turn comes.
-        self.deadlines: deque[tuple[int, int]] = deque()  # (due, job): its deadline
+        # What ended meanwhile is skipped when its turn comes.
+        self.deadlines: list[tuple[int, int]] = []  # a heap of (due, job): its deadline
         self.graces: deque[tuple[int, int]] = deque()  # (due, job): then those that owe a word are killed
-        self.partings: deque[tuple[int, int]] = deque()  # (due, worker): it should be gone by then
+        self.partings: deque[tuple[int, Worker]] = deque()  # (due, worker): it should be gone by then
+        # Rule 10: what an earlier boot's workers may still be writing is given to nobody.
+        self.list_awaited = False  # the supervisor has yet to say which workers outlived the last daemon
+        self.awaited: set[int] = set()  # those that have neither drained nor been reaped
+        self.drained: set[int] = set()  # said so to this boot
+        self.recovered_only = False  # nothing in the pool is of this boot
+        self.dying: deque[KeyIndex] = deque()  # of ended epochs: emptied some keys a step
+        self.drain: Drain | None = None  # while one is asked for nothing is admitted
+        self.noted: dict[tuple[str, int], str] = {}  # (engine, rank or -1) -> the refusal last told to the log
         self.out: list[Action] = []
         self.cancels: dict[int, list[int]] = {}  # worker -> jobs
         self.ended: dict[LinkId, list[TransferJobStatus]] = {}
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether a worker of an earlier boot may still write somewhere."""
+        return self.list_awaited or bool(self.awaited)
 
     # ---- out -----------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """How jobs move on and end: words, reaps, revokes and time. Every exit of a job goes through `turn`."""
 
-from kvferry.proto.columns import u8, u64
+from heapq import heapify, heappop, heappush
+
+from kvferry.proto.columns import u8, u32, u64
 from kvferry.proto.hot import Done
 from kvferry.proto.ids import job_is_of_boot
 from kvferry.proto.outcome import Kind, Outcome
@@ -9,6 +11,7 @@ from kvferry.scheduler_daemon.core.desk import Desk
 from kvferry.scheduler_daemon.core.engines import Worker
 from kvferry.scheduler_daemon.core.jobs import Effect, State, TransferJobStatus, Turn
 
+DEADLINES_KEPT = 4096  # of jobs that are over, before they are swept out
 _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 
 
@@ -80,7 +83,8 @@ def void(desk: Desk, job: TransferJobStatus, cause: Outcome) -> None:
 def take_done(desk: Desk, worker: Worker, done: Done) -> None:
     """A worker's words. Unknown, stale, foreign and repeated ones are counted and change nothing."""
     num_words = 0
-    for job_id, value in zip(u64(done.jobs).tolist(), u8(done.outcomes).tolist(), strict=True):
+    words = zip(u64(done.jobs).tolist(), u8(done.outcomes).tolist(), u32(done.copy_us).tolist(), strict=True)
+    for job_id, value, copy_us in words:
         job = desk.jobs.get(job_id)
         if job is None:
             known = job_is_of_boot(job_id, desk.settings.boot)
@@ -96,22 +100,39 @@ def take_done(desk: Desk, worker: Worker, done: Done) -> None:
             desk.counters.add("words_repeated")
             continue
         num_words += 1
+        if outcome is Outcome.OK:
+            worker.pace.add(len(job.slots) * worker.payload_bytes, copy_us)
         if what is not Turn.PROGRESS:  # the common word of many ranks, of which the table makes nothing
             turn(desk, job, what)
     desk.counters.add("words", num_words)
 
 
-def worker_died(desk: Desk, worker: Worker) -> None:
-    """The proof came: what this worker owed has failed, and it touches nothing any more."""
+def worker_ended(desk: Desk, worker: Worker, outcome: Outcome) -> None:
+    """The proof came: what this worker owed has failed with `outcome`, and it touches nothing of it any more."""
     for job in list(desk.jobs):
         if worker.rank < len(job.workers) and job.workers[worker.rank] is worker:
-            what = job.report(worker.rank, Outcome.WORKER_DIED)
+            what = job.report(worker.rank, outcome)
             if what is not None:
-                desk.counters.add("words_of_the_dead")
+                desk.counters.add("words_of_the_dead" if outcome is Outcome.WORKER_DIED else "words_of_the_parted")
                 turn(desk, job, what)
 
 
 # ---- time ------------------------------------------------------------------------------------------
+
+
+def set_deadline(desk: Desk, job: TransferJobStatus) -> None:
+    """A fixed part, and the time that its slowest rank takes for all that is in flight of its engine, with this.
+
+    From acceptance on, whether a rank begins it or not.
+    """
+    floor = desk.settings.floor_bytes_per_s
+    engine = job.session.engine
+    num_blocks = sum(job.session.in_flight_bytes.values()) // max(1, engine.block_bytes)
+    copies_ns = max(num_blocks * w.payload_bytes * 1_000_000_000 // w.pace.bytes_per_s(floor) for w in job.workers)
+    if len(desk.deadlines) > 2 * len(desk.jobs) + DEADLINES_KEPT:
+        desk.deadlines = [due for due in desk.deadlines if desk.jobs.get(due[1]) is not None]
+        heapify(desk.deadlines)
+    heappush(desk.deadlines, (desk.now_ns + desk.settings.job_ns + copies_ns, job.id))
 
 
 def let_time_pass(desk: Desk) -> None:
@@ -121,7 +142,7 @@ def let_time_pass(desk: Desk) -> None:
         desk.counters.add("leases_expired")
         desk.end_lease(lease)
     while desk.deadlines and desk.deadlines[0][0] <= now:
-        job = desk.jobs.get(desk.deadlines.popleft()[1])
+        job = desk.jobs.get(heappop(desk.deadlines)[1])
         if job is not None:
             desk.counters.add("deadlines_passed")
             void(desk, job, Outcome.DEADLINE)
@@ -132,8 +153,8 @@ def let_time_pass(desk: Desk) -> None:
             assert job is not None
             kill(desk, worker, f"it owes its word on {job.kind.name.lower()} job {job.id:x} past deadline and grace")
     while desk.partings and desk.partings[0][0] <= now:
-        parted = desk.workers.get(desk.partings.popleft()[1])
-        if parted is not None:
+        parted = desk.partings.popleft()[1]
+        if desk.workers.get(parted.id) is parted:
             kill(desk, parted, "it parted and has not exited within its grace")
 
 
@@ -147,12 +168,17 @@ def kill(desk: Desk, worker: Worker, why: str) -> None:
 
 def next_due_ns(desk: Desk) -> int | None:
     """When `let_time_pass` has something to do."""
-    for queue in (desk.deadlines, desk.graces):
-        while queue and desk.jobs.get(queue[0][1]) is None:
-            queue.popleft()
-    while desk.partings and desk.partings[0][1] not in desk.workers:
+    if desk.dying:
+        return desk.now_ns
+    while desk.deadlines and desk.jobs.get(desk.deadlines[0][1]) is None:
+        heappop(desk.deadlines)
+    while desk.graces and desk.jobs.get(desk.graces[0][1]) is None:
+        desk.graces.popleft()
+    while desk.partings and desk.workers.get((parted := desk.partings[0][1]).id) is not parted:
         desk.partings.popleft()
     due = [queue[0][0] for queue in (desk.deadlines, desk.graces, desk.partings) if queue]
+    if desk.drain is not None and not desk.drain.cut:
+        due.append(desk.drain.end_ns)
     lease = desk.leases.first()
     if lease is not None:
         due.append(lease.end_ns)

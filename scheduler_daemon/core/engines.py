@@ -14,17 +14,18 @@ from kvferry.proto.control import Attach, Register
 from kvferry.proto.errors import RefusedError
 from kvferry.proto.hot import StepAnswer
 from kvferry.proto.ids import BootId, Incarnation, LinkId
-from kvferry.proto.outcome import Kind
+from kvferry.proto.outcome import Kind, Reason
 from kvferry.scheduler_daemon.core.fence import FenceIndex
 from kvferry.scheduler_daemon.core.jobs import TransferJobStatus
 from kvferry.scheduler_daemon.core.namespaces import Namespace, identity
+from kvferry.scheduler_daemon.core.pace import Pace
 from kvferry.scheduler_daemon.core.requests import Requests
 
 
 class Worker:
     """One worker process that serves, or served, one rank of one engine."""
 
-    __slots__ = ("attach", "engine", "id", "killed", "leaving", "link", "live", "rank", "served")
+    __slots__ = ("attach", "engine", "id", "killed", "leaving", "link", "live", "pace", "rank", "served")
 
     def __init__(self, attach: Attach, link: LinkId, engine: "Engine") -> None:
         self.id = attach.worker
@@ -36,6 +37,7 @@ class Worker:
         self.leaving = False  # it said so: its rank is gone, it drains and exits
         self.killed = False  # its kill has been asked for
         self.served = False  # under a client that is gone
+        self.pace = Pace()
 
     @property
     def payload_bytes(self) -> int:
@@ -55,6 +57,7 @@ class Session:
         "incarnation",
         "last_step",
         "link",
+        "minor",
         "register",
         "requests",
         "salt",
@@ -63,11 +66,14 @@ class Session:
         "top_ticket",
     )
 
-    def __init__(self, incarnation: Incarnation, link: LinkId, engine: "Engine", register: Register) -> None:
+    def __init__(
+        self, incarnation: Incarnation, link: LinkId, engine: "Engine", register: Register, minor: int
+    ) -> None:
         self.incarnation = incarnation
         self.link = link
         self.engine = engine
         self.register = register
+        self.minor = minor  # of the protocol that the client speaks
         self.salt = register.salt
         self.closed = False
         self.requests = Requests()
@@ -78,6 +84,11 @@ class Session:
         self.answers: OrderedDict[int, StepAnswer] = OrderedDict()  # the latest, for repeats
         self.in_flight_bytes = {Kind.STORE: 0, Kind.LOAD: 0}
         self.told: tuple[int, str, int, int] = (0, "", 0, 0)  # attached, namespace, epoch, slots
+
+    def spoken(self, reason: Reason) -> Reason:
+        """`reason`, or what stands for it to a client that does not know it."""
+        newer = self.minor < 1 and reason in (Reason.RESTARTING, Reason.DRAINING)
+        return Reason.RANKS_AWAY if newer else reason
 
 
 class Engine:

@@ -4,8 +4,11 @@ Every rank's file holds the same slots, by number; their sizes may differ from r
 stages do), so the pool has as many slots as the rank that fits fewest.
 """
 
+from collections.abc import Sequence
+
 from kvferry.proto.errors import RefusedError
 from kvferry.proto.layout import slot_bytes
+from kvferry.scheduler_daemon.core.api import TableShape
 
 
 class Geometry:
@@ -18,9 +21,10 @@ class Geometry:
         self._slot_bytes: dict[int, int] = {}
         self._pool_bytes: dict[int, int] = {}
 
-    def disagrees(self, rank: int, payload_bytes: int) -> bool:
-        """Whether this rank's slots were fixed at another size."""
-        return self._slot_bytes.get(rank, slot_bytes(payload_bytes)) != slot_bytes(payload_bytes)
+    def disagrees(self, rank: int, payload_bytes: int, pool_bytes: int, num_slots: int) -> bool:
+        """Whether this rank's slots were fixed at another size, or `num_slots` of them do not fit its file."""
+        size = slot_bytes(payload_bytes)
+        return self._slot_bytes.get(rank, size) != size or pool_bytes < num_slots * size
 
     def refusal(self, rank: int, payload_bytes: int) -> RefusedError:
         """What to tell a rank that disagrees."""
@@ -42,6 +46,20 @@ class Geometry:
             )
         self._slot_bytes[rank] = size
         self._pool_bytes[rank] = pool_bytes
+
+    def restore(self, slot_bytes: Sequence[int], pool_bytes: Sequence[int]) -> None:
+        """Take over what an earlier daemon had fixed, by rank."""
+        self._slot_bytes = dict(enumerate(slot_bytes))
+        self._pool_bytes = dict(enumerate(pool_bytes))
+
+    def shape(self) -> TableShape:
+        """What a slot table is made for, once every rank has been seen."""
+        ranks = range(self._world_size)
+        return TableShape(
+            self.num_slots,
+            tuple(self._slot_bytes[rank] for rank in ranks),
+            tuple(self._pool_bytes[rank] for rank in ranks),
+        )
 
     def fits(self, rank: int) -> int:
         """Slots that this rank's file holds."""

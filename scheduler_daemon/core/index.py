@@ -50,6 +50,17 @@ class Lru:
         last.next = ring.prev = entry
         self.num += 1
 
+    def fill(self, entries: Sequence[Entry]) -> None:
+        """Add to an empty list, oldest first."""
+        ring = last = self._ring
+        for entry in entries:
+            entry.prev = last
+            last.next = entry
+            last = entry
+        last.next = ring
+        ring.prev = last
+        self.num = len(entries)
+
     def unlink(self, entry: Entry) -> None:
         """Take out an entry that is in the list."""
         before, after = entry.prev, entry.next
@@ -166,6 +177,29 @@ class KeyIndex:
         del self._shards[entry.key[0]][entry.key]
         entry.home = None
         self.num -= 1
+
+    def put(self, key: bytes, slot: int) -> Entry:
+        """A READY entry of a recovered slot; one of an equal key is overwritten. `recount` once all are in."""
+        entry = self._shards[key[0]][key] = Entry(self, key, slot, 0)
+        return entry
+
+    def recount(self) -> int:
+        """Count the entries, after `put`; how many there are."""
+        self.num = sum(map(len, self._shards))
+        return self.num
+
+    def take_some(self, num: int) -> list[Entry]:
+        """Forget up to `num` entries, any, and give them to the caller."""
+        taken: list[Entry] = []
+        for shard in self._shards:
+            while shard and len(taken) < num:
+                entry = shard.popitem()[1]
+                entry.home = None
+                taken.append(entry)
+            if len(taken) == num:
+                break
+        self.num -= len(taken)
+        return taken
 
     def __iter__(self) -> Iterator[Entry]:
         for shard in self._shards if self.num else ():

@@ -17,6 +17,7 @@ from kvferry.proto.hot import Plan, Step, StepAnswer
 from kvferry.proto.ids import Ticket
 from kvferry.proto.outcome import Kind, Reason
 from kvferry.scheduler_daemon.core.desk import Desk
+from kvferry.scheduler_daemon.core.ending import set_deadline
 from kvferry.scheduler_daemon.core.engines import Session
 from kvferry.scheduler_daemon.core.index import Entry, KeyIndex
 from kvferry.scheduler_daemon.core.jobs import TransferJobStatus
@@ -51,6 +52,7 @@ class Intake:
         "_session",
         "_space",
         "_step",
+        "_store_refusal",
         "_used",
         "_workers",
         "tickets",
@@ -67,6 +69,8 @@ class Intake:
         self._block_bytes = engine.block_bytes
         self._num_blocks = engine.num_blocks
         self._refusal = self._step_refusal()
+        # Rule 10: an earlier boot's worker may still write into what looks free.
+        self._store_refusal = Reason.RESTARTING if desk.is_restarting else Reason.NONE
         self._used: set[int] = set()  # tickets of this step
         self._jobs: list[TransferJobStatus] = []
         self.tickets: list[int] = []
@@ -77,6 +81,8 @@ class Intake:
     def _step_refusal(self) -> Reason:
         """Why nothing of this step can be accepted."""
         session, step = self._session, self._step
+        if self._desk.drain is not None:
+            return Reason.DRAINING
         if not session.engine.is_whole or self._space is None or self._pool is None:
             return Reason.RANKS_AWAY
         if step.epoch != self._space.epoch:
@@ -198,6 +204,8 @@ class Intake:
         self._used.add(ticket)
         if self._refusal is not Reason.NONE:
             return self._refusal
+        if kind is Kind.STORE and self._store_refusal is not Reason.NONE:
+            return self._store_refusal
         assert self._space is not None
         if group >= len(self._space.groups):
             return Reason.GROUP
@@ -208,12 +216,17 @@ class Intake:
         return self._session.requests.admits(request, kind)
 
     def _room(self, kind: Kind) -> int:
-        """Blocks that may begin to move now. One job may always move alone: else a large load never could."""
+        """Blocks that may begin to move now. One block may always move alone.
+
+        Stores give way first: what is not stored is a later miss. A load has its lease, and its engine's
+        request waits for it; only more loads than the pool has slots are refused.
+        """
+        assert self._pool is not None
         flying = self._session.in_flight_bytes[kind]
+        if kind is Kind.LOAD:
+            return self._pool.num_slots - flying // self._block_bytes
         left = max(0, self._desk.settings.max_in_flight_bytes - flying) // self._block_bytes
-        if not flying:
-            return max(left, 1) if kind is Kind.STORE else 1 << 32
-        return left
+        return left if flying else max(left, 1)
 
     def _begin(
         self,
@@ -227,6 +240,7 @@ class Intake:
         chain: list[Entry],
     ) -> TransferJobStatus:
         desk, session = self._desk, self._session
+        assert self._space is not None
         job = TransferJobStatus(
             id=job_id,  # type: ignore[arg-type]
             ticket=Ticket(ticket),
@@ -239,13 +253,14 @@ class Intake:
             blocks=blocks.astype(np.uint32),  # a copy of its own: the message may go
             workers=self._workers,
             num_bytes=len(entries) * self._block_bytes,
-            deadline_ns=desk.now_ns + desk.settings.job_ns,
+            accepted_ns=desk.now_ns,
+            space=self._space,
         )
         desk.jobs.add(job)
-        desk.deadlines.append((job.deadline_ns, job_id))
         session.tickets[ticket] = job
         session.requests.begin(request, job_id, kind, chain)
         session.in_flight_bytes[kind] += job.num_bytes
+        set_deadline(desk, job)
         self._jobs.append(job)
         return job
 
@@ -253,7 +268,7 @@ class Intake:
         self.tickets.append(ticket)
         self._job_ids.append(job.id if job is not None else 0)
         self._accepted.append(accepted)
-        self._reasons.append(reason)
+        self._reasons.append(self._session.spoken(reason))
 
     # ---- out -----------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from kvferry.scheduler_daemon.core.index import Entry
 
 if TYPE_CHECKING:
     from kvferry.scheduler_daemon.core.engines import Session, Worker
+    from kvferry.scheduler_daemon.core.namespaces import Namespace
 
 U32: TypeAlias = npt.NDArray[np.uint32]
 
@@ -103,7 +104,8 @@ class TransferJobStatus:
     blocks: U32  # (n,)
     workers: "tuple[Worker, ...]"  # expected, by rank: those attached at acceptance
     num_bytes: int  # all ranks together
-    deadline_ns: int
+    accepted_ns: int
+    space: "Namespace"  # whose keys it moves
     reported: int = 0
     failed: int = 0
     torn: bool = False  # some rank found a slot that is not what the plan says

@@ -56,6 +56,8 @@ def take_renew(desk: Desk, session: Session, renew: Renew) -> None:
 
 def _refusal(desk: Desk, session: Session, ask: Lookup) -> Reason:
     engine = session.engine
+    if desk.drain is not None:
+        return Reason.DRAINING
     if not engine.is_whole or engine.namespace is None or desk.pool is None:
         return Reason.RANKS_AWAY
     if ask.epoch != engine.namespace.epoch:
@@ -79,7 +81,7 @@ def _answer(
         lease=lease,
         lease_ms=desk.settings.lease_ns // 1_000_000 if lease else 0,
         retry_ms=desk.settings.retry_ms if following is Next.PENDING else 0,
-        reason=int(reason),
+        reason=int(session.spoken(reason)),
         epoch=epoch,
     )
     desk.send(session.link, answer)

@@ -8,6 +8,7 @@ Equal key bytes in different namespaces never meet: each has an index of its own
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from kvferry.scheduler_daemon.core.header import MAX_EPOCHS
 from kvferry.scheduler_daemon.core.index import KeyIndex
 
 
@@ -50,6 +51,11 @@ class Namespace:
         self.epoch = 0
         self.groups = [KeyIndex() for _ in range(num_groups)]
 
+    def begin_epoch(self) -> None:
+        """Leave all entries behind: the caller has the indexes that held them."""
+        self.epoch += 1
+        self.groups = [KeyIndex() for _ in self.groups]
+
     @property
     def num_entries(self) -> int:
         """Keys held or being written."""
@@ -57,28 +63,59 @@ class Namespace:
 
 
 class Namespaces:
-    """All namespaces that have an engine or an entry."""
+    """All namespaces that have an engine or an entry, and the epochs of those that were ever reset."""
 
-    __slots__ = ("_by_name",)
+    __slots__ = ("_by_digest", "_epochs")
 
     def __init__(self) -> None:
-        self._by_name: dict[str, Namespace] = {}
+        self._by_digest: dict[bytes, Namespace] = {}
+        self._epochs: dict[bytes, int] = {}  # the newest last; a namespace that is not here is at 0
 
     def open(self, name: str, num_groups: int) -> Namespace:
         """The namespace of this identity, made if need be."""
-        found = self._by_name.get(name)
-        if found is None:
-            found = self._by_name[name] = Namespace(name, num_groups)
+        found = self.recover(bytes.fromhex(name)[:16], num_groups)
+        found.name = name  # a recovered one is known by the half of it that slot records carry
         return found
+
+    def recover(self, digest: bytes, num_groups: int) -> Namespace:
+        """The namespace of this digest, made if need be."""
+        found = self._by_digest.get(digest)
+        if found is None:
+            found = self._by_digest[digest] = Namespace(digest.hex(), num_groups)
+            found.epoch = self.epoch_of(digest)
+        return found
+
+    def epoch_of(self, digest: bytes) -> int:
+        """The present epoch, of one that is not open too."""
+        return self._epochs.get(digest, 0)
+
+    def keep_epochs(self, epochs: Iterable[tuple[bytes, int]]) -> None:
+        """Note epochs for good, the newest last. The oldest of a namespace that holds nothing may be forgotten."""
+        for digest, epoch in epochs:
+            self._epochs.pop(digest, None)
+            self._epochs[digest] = epoch
+        if len(self._epochs) > MAX_EPOCHS:
+            idle = [digest for digest in self._epochs if digest not in self._by_digest]
+            for digest in idle[: len(self._epochs) - MAX_EPOCHS]:
+                del self._epochs[digest]
+
+    def epochs(self) -> tuple[tuple[bytes, int], ...]:
+        """All that is noted, the newest last."""
+        return tuple(self._epochs.items())
+
+    def empty(self) -> None:
+        """Forget every entry; no job and no lease holds one."""
+        for space in self:
+            space.groups = [KeyIndex() for _ in space.groups]
 
     def sweep(self, in_use: Iterable[Namespace]) -> None:
         """Forget those without an entry that no engine is in."""
-        kept = {space.name for space in in_use}
-        for name in [n for n, space in self._by_name.items() if n not in kept and not space.num_entries]:
-            del self._by_name[name]
+        kept = {space.digest for space in in_use}
+        for digest in [d for d, space in self._by_digest.items() if d not in kept and not space.num_entries]:
+            del self._by_digest[digest]
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._by_digest)
 
     def __iter__(self) -> Iterator[Namespace]:
-        return iter(self._by_name.values())
+        return iter(self._by_digest.values())

@@ -22,12 +22,13 @@ from kvferry.proto.ids import LinkId, WorkerId
 from kvferry.proto.outcome import Kind, Outcome
 from kvferry.scheduler_daemon.core.api import CloseLink, Note
 from kvferry.scheduler_daemon.core.desk import Desk
-from kvferry.scheduler_daemon.core.ending import void, worker_died
+from kvferry.scheduler_daemon.core.ending import void, worker_ended
 from kvferry.scheduler_daemon.core.engines import Engine, Session, Worker, incarnation_number
 from kvferry.scheduler_daemon.core.geometry import Geometry
 from kvferry.scheduler_daemon.core.pool import HostPool
 
 NUM_GROUPS = 1  # KV groups an engine may have, in this version
+MAX_NOTED = 1024  # refusals that are remembered
 
 
 # ---- links -----------------------------------------------------------------------------------------
@@ -71,11 +72,15 @@ def lose_link(desk: Desk, link: LinkId) -> None:
         leave(desk, worker)
 
 
-def _refuse(desk: Desk, link: LinkId, error: KvferryError) -> None:
-    """Turn a registration down; the link stays open for another try."""
+def _refuse(desk: Desk, link: LinkId, error: KvferryError, engine_id: str, rank: int = -1) -> None:
+    """Turn a registration down; the link stays open for another try. The log hears of it once, not at each try."""
     desk.counters.add(f"refused.{error.code}")
     desk.send(link, Refused.of(error))
-    desk.out.append(Note(f"refused {error.code}: {error.text}"))
+    if desk.noted.get((engine_id, rank)) != error.code:
+        if len(desk.noted) >= MAX_NOTED:
+            desk.noted.clear()
+        desk.noted[engine_id, rank] = error.code
+        desk.out.append(Note(f"refused {error.code}: {error.text}"))
 
 
 def _check_world(desk: Desk, engine_id: str, world_size: int) -> None:
@@ -104,10 +109,12 @@ def take_register(desk: Desk, link: LinkId, register: Register) -> None:
                     leave(desk, worker)
         engine.check_client(register)
     except RefusedError as error:
-        _refuse(desk, link, error)
+        _refuse(desk, link, error, register.engine_id)
         return
+    desk.noted.pop((register.engine_id, -1), None)
     desk.num_registrations += 1
-    session = Session(incarnation_number(desk.settings.boot, desk.num_registrations), link, engine, register)
+    incarnation = incarnation_number(desk.settings.boot, desk.num_registrations)
+    session = Session(incarnation, link, engine, register, minor=desk.hellos[link].minor)
     desk.engines[engine.id] = engine
     desk.sessions[link] = session
     engine.session = session
@@ -179,8 +186,12 @@ def take_attach(desk: Desk, link: LinkId, attach: Attach) -> None:
         engine.check_rank(attach)
         _cut_pool(desk, attach)
     except KvferryError as error:
-        _refuse(desk, link, error)
+        _refuse(desk, link, error, attach.engine_id, attach.rank)
         return
+    desk.noted.pop((attach.engine_id, attach.rank), None)
+    # It attaches only after it has drained: its last word on an earlier boot, whether that came through or not.
+    desk.drained.add(attach.worker)
+    has_drained(desk, attach.worker)
     desk.engines[engine.id] = engine
     worker = Worker(attach, link, engine)
     desk.workers[worker.id] = worker
@@ -202,22 +213,29 @@ def take_attach(desk: Desk, link: LinkId, attach: Attach) -> None:
 def _cut_pool(desk: Desk, attach: Attach) -> None:
     """Fix this rank's slot size, and make the slot table once every rank's is fixed."""
     payload = attach.payload_bytes[0]
-    if desk.geometry.disagrees(attach.rank, payload):
-        in_use = desk.pool is not None and not desk.pool.is_empty
-        if in_use or any(engine.live for engine in desk.engines.values()):
+    if desk.geometry.disagrees(attach.rank, payload, attach.pool_bytes, desk.pool.num_slots if desk.pool else 0):
+        # What only an earlier daemon's engines could use must not keep the present ones out for ever.
+        in_use = desk.pool is not None and not desk.pool.is_empty and not desk.recovered_only
+        if in_use or len(desk.jobs) or len(desk.leases) or any(engine.live for engine in desk.engines.values()):
             raise desk.geometry.refusal(attach.rank, payload)
         fresh = Geometry(desk.settings.tp_size)
         fresh.fix(attach.rank, payload, attach.pool_bytes)
+        num_lost = 0
         if desk.pool is not None:
+            num_lost = desk.pool.slots.num_ready
             desk.generation = desk.pool.slots.generation
             desk.pool = None
+            desk.namespaces.empty()
+            desk.dying.clear()
         desk.geometry = fresh
-        desk.out.append(Note("the pool was empty and is cut anew for another block size"))
+        desk.recovered_only = False
+        desk.out.append(Note(f"the pool is cut anew for another block size; {num_lost} recovered keys were discarded"))
     else:
         desk.geometry.fix(attach.rank, payload, attach.pool_bytes)
     num_slots = desk.geometry.num_slots
     if num_slots and desk.pool is None:
-        desk.pool = HostPool(num_slots, desk.make_table, desk.generation)
+        shape = desk.geometry.shape()
+        desk.pool = HostPool(num_slots, lambda _: desk.make_table(shape), desk.generation)
         desk.out.append(Note(f"the host pool has {num_slots} slots"))
 
 
@@ -232,9 +250,9 @@ def leave(desk: Desk, worker: Worker) -> None:
     if not worker.live:
         return
     worker.live = False
-    if worker.id not in desk.reaped:
+    if worker.id in desk.workers:
         # It should exit by itself; one that lives on unheard would keep its rank's seat and its blocks for ever.
-        desk.partings.append((desk.now_ns + desk.settings.grace_ns, worker.id))
+        desk.partings.append((desk.now_ns + desk.settings.grace_ns, worker))
     tell_ranks(desk, worker.engine)
     desk.out.append(Note(f"engine {worker.engine.id!r} rank {worker.rank} is away"))
 
@@ -242,10 +260,25 @@ def leave(desk: Desk, worker: Worker) -> None:
 def reap(desk: Desk, worker_id: WorkerId) -> None:
     """The proof of a worker's death."""
     desk.reaped.add(worker_id)
-    worker = desk.workers.pop(worker_id, None)
-    if worker is None:
-        return
-    worker_died(desk, worker)
+    desk.drained.discard(worker_id)
+    has_drained(desk, worker_id)
+    worker = desk.workers.get(worker_id)
+    if worker is not None:
+        part(desk, worker, Outcome.WORKER_DIED)
+
+
+def has_drained(desk: Desk, worker: int) -> None:
+    """Nothing of an earlier boot is in this worker's hands: its word, or its death."""
+    if worker in desk.awaited:
+        desk.awaited.discard(worker)
+        if not desk.is_restarting:
+            desk.out.append(Note("all workers of the earlier daemon have drained: stores are accepted"))
+
+
+def part(desk: Desk, worker: Worker, outcome: Outcome) -> None:
+    """Forget a worker of which it is certain that it touches nothing any more; what it owed fails with `outcome`."""
+    del desk.workers[worker.id]
+    worker_ended(desk, worker, outcome)
     if worker.link is not None:
         desk.worker_links.pop(worker.link, None)
         worker.link = None

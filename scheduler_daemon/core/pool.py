@@ -52,6 +52,11 @@ class HostPool:
         """Whether no slot is in use."""
         return self.slots.num_free == self.slots.num_slots
 
+    def adopt(self, kept: npt.NDArray[np.bool_], entries: list[Entry]) -> None:
+        """Begin with a table that an earlier daemon wrote: READY entries, oldest first, of the slots `kept`."""
+        self.slots.adopt(kept)
+        self.lru.fill(entries)
+
     # ---- stores --------------------------------------------------------------------------------------
 
     def survey(self, index: KeyIndex, keys: Sequence[bytes], max_missing: int) -> Survey:
@@ -116,6 +121,22 @@ class HostPool:
     def let_go(self, slots: U32) -> None:
         """No copy touches these quarantined slots any more."""
         self.slots.free(slots, SlotState.QUARANTINED)
+
+    def forget(self, entries: Sequence[Entry]) -> None:
+        """READY entries whose keys are misses already: slots free, in quarantine while somebody reads them."""
+        free, held = [], []
+        for entry in entries:
+            if entry.pins:
+                held.append(entry.slot)
+                self.num_pinned -= 1
+                self.num_leased -= bool(entry.leases)
+            else:
+                self.lru.unlink(entry)
+                free.append(entry.slot)
+        if free:
+            self.slots.free(np.array(free, dtype=np.uint32), SlotState.READY)
+        if held:
+            self.slots.quarantine(np.array(held, dtype=np.uint32), SlotState.READY)
 
     # ---- reads ---------------------------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ _WEIGHTS[CHECKSUM_WORD] = 0
 _SEED: Final = np.uint64(0x6B76_6665_7272_7931)
 _STATE_SHIFT: Final = 16  # the state is the third byte of word 0
 _MASK: Final = (1 << 64) - 1
+_CHUNK: Final = 8192
 
 
 class SlotState(IntEnum):
@@ -75,6 +76,15 @@ def checksums(records: Table) -> U64:
     words = np.ascontiguousarray(records).view(np.uint64).reshape(len(records), WORDS)
     sums: U64 = (words * _WEIGHTS).sum(axis=1, dtype=np.uint64) ^ _SEED
     return sums
+
+
+def sound(table: Table) -> npt.NDArray[np.bool_]:
+    """Whether each record is whole: of this format, with the checksum of its words. One never written is not."""
+    whole = table["format"] == FORMAT
+    for start in range(0, len(table), _CHUNK):  # in pieces that fit the processor's cache
+        part = table[start : start + _CHUNK]
+        whole[start : start + _CHUNK] &= checksums(part) == part["checksum"]
+    return np.asarray(whole)
 
 
 class SlotTable:
@@ -111,6 +121,14 @@ class SlotTable:
     def generation(self) -> int:
         """The highest generation given."""
         return self._generation
+
+    def adopt(self, kept: npt.NDArray[np.bool_]) -> None:
+        """Go on with records that an earlier daemon wrote: READY where `kept`, all others FREE."""
+        rest = np.flatnonzero(~kept)
+        drop = rest[self._table["format"][rest] != 0]
+        self._table[drop] = np.zeros((), dtype=RECORD)
+        self._free = rest[::-1].tolist()
+        self.num_ready = int(np.count_nonzero(kept))
 
     def take(self, num: int) -> list[int]:
         """Up to `num` free slots, neighbours where possible. The caller calls `write` before a plan names them."""

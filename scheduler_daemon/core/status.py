@@ -19,7 +19,7 @@ def _sessions(desk: Desk) -> list[Session]:
 def status(desk: Desk) -> dict[str, Any]:
     """Gauges and counters as plain JSON types."""
     pool = desk.pool
-    oldest = min((job.deadline_ns - desk.settings.job_ns for job in desk.jobs), default=None)
+    oldest = min((job.accepted_ns for job in desk.jobs), default=None)
     return {
         "boot": f"{desk.settings.boot:016x}",
         "tp_size": desk.settings.tp_size,
@@ -57,6 +57,7 @@ def status(desk: Desk) -> dict[str, Any]:
             "leased": pool.num_leased if pool else 0,
             "evictable": pool.lru.num if pool else 0,
         },
+        "expired": sum(index.num for index in desk.dying),  # READY slots of ended epochs, freed some a step
         "jobs": {
             "stores": sum(job.kind is Kind.STORE for job in desk.jobs),
             "loads": sum(job.kind is Kind.LOAD for job in desk.jobs),
@@ -65,6 +66,9 @@ def status(desk: Desk) -> dict[str, Any]:
         },
         "fences": sum(session.fence.num_entries for session in _sessions(desk)),
         "leases": len(desk.leases),
+        "restarting": desk.is_restarting,  # stores wait for workers of an earlier daemon
+        "awaited": [f"{worker:016x}" for worker in sorted(desk.awaited)],
+        "draining": desk.drain is not None,
         "requests": sum(session.requests.num_busy for session in _sessions(desk)),
         "counters": desk.counters.as_dict(),
     }
@@ -111,10 +115,11 @@ def _check_pool(desk: Desk) -> None:
         assert not len(desk.jobs) and not len(desk.leases), "jobs or leases without a pool"
         return
     pool.slots.check()
-    entries = [entry for space in desk.namespaces for index in space.groups for entry in index]
-    for space in desk.namespaces:
-        for index in space.groups:
-            assert index.num == sum(1 for _ in index), f"an index counts {index.num} entries and has others"
+    assert not (desk.dying and not sum(index.num for index in desk.dying)), "an empty index is kept"
+    indexes = [*desk.dying, *(index for space in desk.namespaces for index in space.groups)]
+    entries = [entry for index in indexes for entry in index]
+    for index in indexes:
+        assert index.num == sum(1 for _ in index), f"an index counts {index.num} entries and has others"
     ready = [entry for entry in entries if not entry.job]
     writing = [entry for entry in entries if entry.job]
     pinned = [entry for entry in ready if entry.pins]

@@ -86,6 +86,9 @@ class World:
         self.tp = tp
         self.slots = slots
         self.now = 1 * S
+        settings.setdefault(
+            "floor_bytes_per_s", 1 << 62
+        )  # deadlines to the nanosecond, where a test says nothing of it
         self.core = Core(CoreSettings(boot=BootId(boot), tp_size=tp, **settings))
         self.said: list[Action] = []
         self._links = 0

@@ -24,7 +24,8 @@ def job(kind: Kind, ranks: int = 2, state: State = State.COPYING) -> TransferJob
         blocks=empty,
         workers=(None,) * ranks,  # type: ignore[arg-type]
         num_bytes=0,
-        deadline_ns=0,
+        accepted_ns=0,
+        space=None,  # type: ignore[arg-type]
         state=state,
     )
 

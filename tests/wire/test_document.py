@@ -174,6 +174,8 @@ def sample(tag: str) -> Any:
         "hello": {"role": "client"},
         "register": {**engine, "key_bytes": 32, "num_blocks": 8, "block_tokens": 16},
         "rotate": {"salt": b""},
+        "drained": {"worker": 1, "boot": 1},
+        "reset.ask": {"namespace": "*"},
         "attach": {**engine, "worker": 1, "rank": 0, "layout_digest": "", **sizes},
     }
     return cls(**values.get(tag, {}))

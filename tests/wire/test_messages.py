@@ -136,6 +136,11 @@ CONTROL_SAMPLES = [
     ),
     control.Attached(slots=9),
     control.RankGone(),
+    control.Drained(worker=1, boot=U64_MAX),
+    control.ResetAsk(namespace="*"),
+    control.ResetAnswer(epochs={"ab": 3}, keys=7),
+    control.DrainAsk(budget_ms=500),
+    control.DrainAnswer(dropped=1, waited_ms=2),
     control.StatusAsk(),
     control.StatusAnswer(status={"slots": {"free": 1}, "list": [1, "a", None, 2.5]}),
     tether.RankRegister(
