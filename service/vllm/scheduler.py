@@ -279,7 +279,8 @@ class SchedulerHalf:
 
     def wants_steps(self) -> bool:
         """Whether an idle engine should step on: only while a tail's blocks are pinned, which is short."""
-        self._take_ends()
+        if self._pins:
+            self._take_ends()
         return bool(self._pins)
 
     # ---- deeds ---------------------------------------------------------------------------------------
