@@ -9,18 +9,17 @@ import logging
 import secrets
 import signal
 import sys
-from functools import partial
 
-from kvferry import logs
+from kvferry import logs, process
 from kvferry.net.channel import Channel
 from kvferry.net.paths import RunDir
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.ids import BootId
+from kvferry.proto.limits import PAGE_BYTES
 from kvferry.scheduler_daemon.core.api import CoreSettings
 from kvferry.scheduler_daemon.core.core import Core
-from kvferry.scheduler_daemon.core.slots import RECORD
 from kvferry.scheduler_daemon.loop import Daemon
-from kvferry.scheduler_daemon.table import TableFile
+from kvferry.scheduler_daemon.table import TableFile, machine_boot
 
 log = logging.getLogger("kvferry.daemon")
 
@@ -38,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--in-flight-bytes", type=int, default=1 << 30)
     arguments = parser.parse_args(argv)
     logs.set_up()
+    process.be_child("kvferry-daemon")
     # The supervisor stops us over the control channel; a Ctrl-C in its terminal is its business.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     boot = BootId(secrets.randbits(64) or 1)
@@ -53,19 +53,31 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run_dir = RunDir.at(arguments.run_dir)
         control = Channel.inherited(arguments.control_fd)
-        table = TableFile(run_dir.table)
-        core = Core(settings, make_table=partial(table.make, dtype=RECORD))
-        daemon = Daemon(run_dir, core, control)
-        # The index is millions of acyclic entries: one full collection over them costs more than a step may take.
+        table = TableFile(run_dir.table, machine_boot())
+        # A table of millions of records becomes as many acyclic entries: one collection over them costs more
+        # than a step may take, and reading them must not wait for any.
+        gc.disable()
+        recovered = table.recover(_pool_bytes(run_dir, arguments.tp_size))
+        if table.discarded:
+            log.warning("what an earlier daemon left in %s is dropped: %s", table.path, table.discarded)
+        core = Core(settings, make_table=table.make, recovered=recovered)
+        daemon = Daemon(run_dir, core, control, table)
         gc.collect()
         gc.freeze()
-        gc.disable()
         daemon.run()
     except (KvferryError, OSError) as error:
         log.error("%s", error)
         return 1
     table.close()
     return 0
+
+
+def _pool_bytes(run_dir: RunDir, tp_size: int) -> tuple[int, ...]:
+    """Bytes for slots in each rank's pool file; empty if one is missing."""
+    try:
+        return tuple(run_dir.pool(rank).stat().st_size - PAGE_BYTES for rank in range(tp_size))
+    except OSError:
+        return ()
 
 
 def _ns(seconds: float) -> int:

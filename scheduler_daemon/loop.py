@@ -11,6 +11,7 @@ lookup.
 
 import logging
 import os
+import select
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -26,8 +27,11 @@ from kvferry.proto.errors import LocalProtocolError
 from kvferry.proto.ids import WorkerId
 from kvferry.scheduler_daemon.core.api import (
     Action,
+    AtRest,
     CloseLink,
+    DrainBegun,
     Event,
+    KeepEpochs,
     KillWorker,
     LinkLost,
     Note,
@@ -35,6 +39,7 @@ from kvferry.scheduler_daemon.core.api import (
     Send,
     TimePassed,
     WorkerReaped,
+    WorkersListed,
 )
 from kvferry.scheduler_daemon.switchboard import Switchboard
 from kvferry.scheduler_daemon.tethers import Tethers
@@ -54,6 +59,16 @@ class DaemonCore(Protocol):
     def status(self) -> dict[str, Any]: ...
 
 
+class EpochKeeper(Protocol):
+    """What the shell asks of the table's file (`table.py`)."""
+
+    discarded: str
+
+    @property
+    def boots(self) -> int: ...
+    def keep_epochs(self, epochs: tuple[tuple[bytes, int], ...]) -> None: ...
+
+
 class Daemon:
     """The shell around one core. `run` returns when the supervisor says stop or is gone."""
 
@@ -62,10 +77,13 @@ class Daemon:
         run_dir: RunDir,
         core: DaemonCore,
         control: Channel,
+        table: EpochKeeper,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._core = core
         self._control = control
+        self._table = table
+        self._listed = False  # the supervisor has told who outlived the last daemon
         self._now_ns = now_ns
         self._started_ns = now_ns()
         self._workers: list[dict[str, Any]] = []  # as the supervisor last said
@@ -98,6 +116,10 @@ class Daemon:
 
     def run(self) -> None:
         """Serve until told to stop."""
+        # Who lives is known before anybody can say anything: no slot may go to two workers.
+        while not self._listed and not self._stopping:
+            select.select([self._control], [], [])
+            self._take_control(self._now_ns())
         self._control.send({"event": "ready"})
         while not self._stopping:
             self._wake(self._sleep())
@@ -177,6 +199,11 @@ class Daemon:
                 case "workers":
                     self._workers = event["workers"]
                     self._deaths = {name: event.get(name, 0) for name in self._deaths}
+                    if not self._listed:
+                        self._listed = True
+                        self._events([WorkersListed(tuple(WorkerId(w["worker"]) for w in self._workers))], now)
+                case "drain":
+                    self._events([DrainBegun(int(event["budget_ms"]) * 1_000_000)], now)
                 case "stop":
                     self._stopping = True
                 case other:
@@ -207,6 +234,10 @@ class Daemon:
                     self._tethers.drop(link, now)
                 case KillWorker(worker, why):
                     self._control.send({"event": "kill", "worker": worker, "why": why})
+                case KeepEpochs(epochs):
+                    self._table.keep_epochs(epochs)
+                case AtRest():
+                    self._control.send({"event": "drained"})
                 case Note(text):
                     log.info("%s", text)
         return follow
@@ -227,6 +258,7 @@ class Daemon:
             "daemon_pid": os.getpid(),
             "uptime_s": round((self._now_ns() - self._started_ns) / 1e9, 3),
             **self._deaths,
+            "table": {"boots": self._table.boots, "discarded": self._table.discarded},
             "workers": [{**worker, "worker": f"{worker['worker']:016x}"} for worker in self._workers],
             "links": {role: roles.count(role) for role in ("client", "worker", "admin")},
             "bad_messages": dict(self._switchboard.bad),

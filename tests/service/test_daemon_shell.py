@@ -11,20 +11,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvferry.net.channel import Channel
 from kvferry.net.paths import RunDir
 from kvferry.net.peer import Peer
-from kvferry.proto.control import Goodbye, Hello, Refused, StatusAnswer, StatusAsk, Welcome
-from kvferry.proto.errors import ConfigError, LostError
+from kvferry.proto.control import Goodbye, Hello, Refused, ResetAnswer, ResetAsk, StatusAnswer, StatusAsk, Welcome
+from kvferry.proto.errors import LostError
 from kvferry.proto.hot import Renew
-from kvferry.proto.ids import LinkId
+from kvferry.proto.ids import LinkId, WorkerId
 from kvferry.scheduler_daemon.core.api import (
     Action,
+    AtRest,
     CloseLink,
+    DrainBegun,
     Event,
+    KeepEpochs,
     KillWorker,
     LinkLost,
     Note,
@@ -32,9 +34,9 @@ from kvferry.scheduler_daemon.core.api import (
     Send,
     TimePassed,
     WorkerReaped,
+    WorkersListed,
 )
 from kvferry.scheduler_daemon.loop import Daemon
-from kvferry.scheduler_daemon.table import TableFile
 
 
 class Scribe:
@@ -46,7 +48,8 @@ class Scribe:
         self.due: int | None = None
 
     def step(self, event: Event, now_ns: int) -> list[Action]:
-        self.events.append(event)
+        if not isinstance(event, WorkersListed) or event.workers:
+            self.events.append(event)
         if isinstance(event, TimePassed):
             self.due = None
         return self.do(event)
@@ -58,14 +61,29 @@ class Scribe:
         return {"boot": "b"}
 
 
+class Slate:
+    """A table file that only remembers which epochs it was given."""
+
+    def __init__(self) -> None:
+        self.epochs: list[tuple[tuple[bytes, int], ...]] = []
+        self.boots = 3
+        self.discarded = ""
+
+    def keep_epochs(self, epochs: tuple[tuple[bytes, int], ...]) -> None:
+        self.epochs.append(epochs)
+
+
 class House:
     """A daemon in a thread, and the supervisor's end of its channel."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, listed: bool = True) -> None:
         self.run_dir = RunDir.at(path)
         self.core = Scribe()
         self.control, theirs = Channel.pair()
-        self.daemon = Daemon(self.run_dir, self.core, Channel(theirs))
+        self.table = Slate()
+        self.daemon = Daemon(self.run_dir, self.core, Channel(theirs), self.table)
+        if listed:
+            self.control.send({"event": "workers", "workers": [], "daemon_restarts": 0, "workers_died": 0})
         self.thread = threading.Thread(target=self.daemon.run)
         self.thread.start()
         self.peers: list[Peer] = []
@@ -185,6 +203,7 @@ def test_status_is_the_cores_and_the_shells(house: House) -> None:
     assert status["boot"] == "b"
     assert status["daemon_pid"] == os.getpid()
     assert status["uptime_s"] >= 0
+    assert status["table"] == {"boots": 3, "discarded": ""}
     assert status["links"] == {"client": 0, "worker": 0, "admin": 1}
     assert status["workers"] in ([], [{"worker": f"{255:016x}", "rank": 0, "pid": 7, "state": "spare", "engine": ""}])
 
@@ -236,19 +255,44 @@ def test_a_half_said_tether_hello_opens_nothing(house: House) -> None:
     assert peer.alive
 
 
-RECORD = np.dtype([("state", "u1"), ("pad", "V7"), ("generation", "<u8")])
+def test_who_outlived_the_last_daemon_is_known_before_anybody_can_speak() -> None:
+    with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as path:
+        house = House(Path(path), listed=False)
+        house.peer(Hello(role="worker"))
+        listed = [{"worker": 7, "rank": 0, "pid": 1, "state": "taken", "engine": ""}]
+        assert house.control.receive() == [], "not ready before it knows"
+        house.control.send({"event": "workers", "workers": listed})
+        house.control.send({"event": "workers", "workers": [*listed, {**listed[0], "worker": 8}]})
+        house.hear(Received)
+        assert house.core.events[0] == WorkersListed((WorkerId(7),))
+        assert len(house.hear(WorkersListed)) == 1, "later lists are news for status alone"
+        house.close()
 
 
-def test_the_table_is_zeroed_held_by_one_and_survives_being_made_again(tmp_path: Path) -> None:
-    file = TableFile(tmp_path / "table")
-    first = file.make(100, RECORD)
-    first["generation"] = 7
-    second = file.make(50, RECORD)
-    assert second.shape == (50,)
-    assert not second["generation"].any()
-    assert first.shape == (100,), "a view that somebody still holds stays readable"
-    first["generation"].sum()
-    with pytest.raises(ConfigError, match=r"table\.locked"):
-        TableFile(tmp_path / "table")
-    file.close()
-    TableFile(tmp_path / "table").close()
+def test_a_new_epoch_is_on_record_before_its_reset_is_answered(house: House) -> None:
+    written_when_answered: list[int] = []
+
+    def answer(event: Event) -> list[Action]:
+        if not isinstance(event, Received) or not isinstance(event.message, ResetAsk):
+            return []
+        return [KeepEpochs(((bytes(16), 4),)), Send(event.link, ResetAnswer(epochs={"n": 4}, keys=1))]
+
+    house.core.do = answer
+    real_send = house.daemon._send
+
+    def send(action: Send, now: int) -> list[Event]:
+        written_when_answered.append(len(house.table.epochs))
+        return real_send(action, now)
+
+    house.daemon._send = send  # type: ignore[method-assign]
+    peer = house.peer(Hello(role="admin"), ResetAsk(namespace="*"))
+    assert heard(peer, ResetAnswer).epochs == {"n": 4}
+    assert written_when_answered == [1]
+    assert house.table.epochs == [((bytes(16), 4),)]
+
+
+def test_a_drain_comes_from_the_supervisor_and_the_rest_is_told_to_it(house: House) -> None:
+    house.core.do = lambda event: [AtRest()] if isinstance(event, DrainBegun) else []
+    house.control.send({"event": "drain", "budget_ms": 1500})
+    assert house.hear(DrainBegun) == [DrainBegun(1_500_000_000)]
+    wait_for(lambda: {"event": "drained"} in house.control.receive())
