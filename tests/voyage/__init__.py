@@ -13,5 +13,9 @@
     engine.py    an engine's scheduler: block allocator, own prefix cache, requests, a real client core
     voyage.py    one seed: draws a world, runs it, drains it, judges it
 
+A failing seed prints `make voyage SEED=n`; with --verbose its log tells who said what to whom, byte for byte the
+same each time. A fault is an event in the clock's queue (`clock.at(when, deed)`): `Worker.die` stops a worker in
+mid-copy, `Daemon.step(WorkerReaped(...))` brings the proof, `LinkEnd.cut` and `StreamEnd.cut` end a connection.
+
 Nothing here sleeps, reads a clock or draws from a random source but the seed's own.
 """
