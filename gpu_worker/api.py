@@ -96,7 +96,19 @@ class DaemonLost:
     """The daemon is gone: no plan will come and nothing is published; loads already begun still get their word."""
 
 
-Event: TypeAlias = Planned | JobsCancelled | Begun | TicketsCancelled | Copied | TimePassed | RankLost | DaemonLost
+@dataclass(frozen=True, slots=True)
+class DaemonFound:
+    """A daemon, a new one or the old over a new link, is about to serve this rank: its plans count from here.
+
+    To be told at rest, before the rank is attached again: a begin may overtake the daemon's answer.
+    """
+
+    boot: int
+
+
+Event: TypeAlias = (
+    Planned | JobsCancelled | Begun | TicketsCancelled | Copied | TimePassed | RankLost | DaemonLost | DaemonFound
+)
 
 
 # ---- actions ---------------------------------------------------------------------------------------
@@ -137,9 +149,11 @@ class WorkerSettings:
     payload_bytes: tuple[int, ...]  # of one block, per group
     num_blocks: int
     num_slots: int  # that fit this rank's pool file
+    boot: int = 0  # of the daemon that attached us: jobs of another are refused; 0: taken from anyone
     batch_bytes: int = 32 << 20  # of one submitted batch
     batches_in_flight: int = 2  # per direction
     begin_ns: int = 2_000_000_000  # a begin whose plan never comes ends after this
     unbegun_ns: int = 10_000_000_000  # a plan that nobody begins ends after this
     mark_ns: int = 10_000_000_000  # a begin whose mark never comes ends after this
+    orphan_ns: int = 2_000_000_000  # a begun load whose daemon is gone waits this long for its mark
     mark_poll_ns: int = 250_000  # how often marks are looked at while any is awaited

@@ -14,7 +14,8 @@ Laws, each with a test:
   * a store asks for revokes after its last byte, never before: a copy that read under a new owner's
     write can only be told by a revoke written before that write;
   * a ticket whose copy runs is over only when its last batch is, whatever was cancelled meanwhile;
-  * each begun ticket gets one word, each planned job one done, in any order of messages.
+  * each begun ticket gets one word, each planned job one done, in any order of messages;
+  * what a daemon planned is told to no other: its jobs end in silence towards the next one.
 """
 
 from typing import Any
@@ -25,6 +26,7 @@ from kvferry.gpu_worker.api import (
     Action,
     Begun,
     Copied,
+    DaemonFound,
     DaemonLost,
     Event,
     JobsCancelled,
@@ -43,6 +45,7 @@ from kvferry.gpu_worker.reports import Reports, microseconds
 from kvferry.gpu_worker.tickets import RUNNING, Ending, Move, State, Tickets, Transfer
 from kvferry.proto.columns import u64
 from kvferry.proto.hot import Cancel, Plan
+from kvferry.proto.ids import BootId, JobId, job_is_of_boot
 from kvferry.proto.outcome import Kind, Outcome
 from kvferry.proto.tether import Begin, CancelTickets
 
@@ -61,7 +64,8 @@ class WorkerCore:
         self._tickets = Tickets()
         self._queue = CopyQueue(settings)
         self._reports = Reports()
-        self._planned_to = 0
+        self._boot = BootId(settings.boot)
+        self._planned_to = 0  # of this boot
         self._rank_lost = False
         self._daemon_lost = False
         self.counters: dict[str, int] = {}
@@ -86,6 +90,8 @@ class WorkerCore:
                 self._on_rank_lost(now_ns)
             case DaemonLost():
                 self._on_daemon_lost(now_ns)
+            case DaemonFound(boot):
+                self._on_daemon_found(boot)
             case TimePassed():
                 pass
         self._look_at_marks(now_ns)
@@ -122,6 +128,9 @@ class WorkerCore:
     # ---- plans and begins meet -----------------------------------------------------------------
 
     def _on_plan(self, message: Plan, now_ns: int) -> None:
+        if not self._is_of_this_boot(message):
+            self._count("plans_of_other_boots")
+            return
         for job in jobs_of(message):
             self._take_plan(job, now_ns)
         self._planned_to = max(self._planned_to, message.planned_to)
@@ -129,6 +138,10 @@ class WorkerCore:
         for transfer in self._tickets.in_state(State.BEGUN):
             if transfer.ticket <= self._planned_to:
                 self._end(transfer, Outcome.NOT_PLANNED, now_ns)
+
+    def _is_of_this_boot(self, message: Plan) -> bool:
+        """Whether the daemon that we serve made this. One without jobs names no boot: its link vouches for it."""
+        return not self._boot or all(job_is_of_boot(JobId(job), self._boot) for job in u64(message.jobs).tolist())
 
     def _take_plan(self, job: PlannedJob, now_ns: int) -> None:
         transfer = self._tickets.get(job.ticket)
@@ -249,10 +262,13 @@ class WorkerCore:
     # ---- ends ----------------------------------------------------------------------------------
 
     def _on_copied(self, token: int, ok: bool, now_ns: int) -> None:
-        transfer = self._queue.copied(token)
-        if transfer is None:
+        ended = self._queue.copied(token)
+        if ended is None:
             self._count("unknown_copies")
             return
+        transfer, positions = ended
+        if ok and transfer.kind is Kind.LOAD:
+            transfer.arrived.append(positions)
         if not ok:
             self._count("failed_batches")
             if transfer.outcome is Outcome.OK:
@@ -294,7 +310,7 @@ class WorkerCore:
     def _report(self, transfer: Transfer, outcome: Outcome, now_ns: int) -> None:
         copy_us = microseconds(transfer.submitted_ns, now_ns)
         is_told = transfer.is_begun and not self._rank_lost
-        if transfer.job and not self._daemon_lost:
+        if transfer.job and not transfer.is_orphan:
             self._reports.done(transfer.job, outcome, copy_us)
         if is_told:
             wait_us = microseconds(transfer.begun_ns, transfer.submitted_ns or now_ns)
@@ -339,6 +355,7 @@ class WorkerCore:
     def _on_daemon_lost(self, now_ns: int) -> None:
         self._daemon_lost = True
         for transfer in list(self._tickets):
+            transfer.is_orphan = True
             if transfer.state is State.BEGUN:
                 self._end(transfer, Outcome.NOT_PLANNED, now_ns)
             elif transfer.state is State.PLANNED:
@@ -346,6 +363,14 @@ class WorkerCore:
             elif transfer.kind is Kind.STORE:
                 # Nobody is left to publish it.
                 self._drop(transfer, Outcome.CANCELLED, now_ns)
+            elif transfer.state is State.PAIRED:
+                # The next daemon takes no store until this is over: a rank that hangs must not hold it up for long.
+                transfer.due_ns = min(transfer.due_ns, now_ns + self._settings.orphan_ns)
+
+    def _on_daemon_found(self, boot: int) -> None:
+        self._boot = BootId(boot)
+        self._planned_to = 0
+        self._daemon_lost = False
 
     def _count(self, name: str) -> None:
         self.counters[name] = self.counters.get(name, 0) + 1

@@ -35,7 +35,7 @@ class Guards:
         torn = self._headers.torn(transfer.slots, transfer.generations)
         if len(torn):
             # The blocks whose slots still stand are loaded all the same: the engine keeps them.
-            transfer.torn = torn
+            transfer.bad = torn
             transfer.to_copy = np.delete(transfer.to_copy, torn)
 
     def after_the_last_byte(self, transfer: Transfer) -> None:
@@ -58,14 +58,16 @@ class Guards:
         return transfer.ticket in revoked
 
     def _judge_load(self, transfer: Transfer) -> None:
-        if transfer.outcome is not Outcome.OK:
+        if transfer.outcome not in (Outcome.OK, Outcome.COPY_FAILED):
             return
-        torn = self._headers.torn(transfer.slots, transfer.generations)
-        if len(torn) or len(transfer.torn):
-            # A slot that was torn before stays failed, even if it looks whole by now.
-            is_torn = np.zeros(len(transfer.blocks), dtype=bool)
-            is_torn[torn] = is_torn[transfer.torn] = True
-            transfer.torn = np.flatnonzero(is_torn).astype(np.uint32)
+        # Good is what arrived from a slot that stands still: one that was torn before has not been copied, and
+        # stays failed even if it looks whole by now.
+        is_bad = np.ones(len(transfer.blocks), dtype=bool)
+        for positions in transfer.arrived:
+            is_bad[positions] = False
+        is_bad[self._headers.torn(transfer.slots, transfer.generations)] = True
+        transfer.bad = np.flatnonzero(is_bad).astype(np.uint32)
+        if len(transfer.bad) and transfer.outcome is Outcome.OK:
             transfer.outcome = Outcome.TORN
 
 
@@ -73,4 +75,5 @@ def failed_blocks(transfer: Transfer) -> U32:
     """The blocks of an ended load that do not hold what its keys name."""
     if transfer.outcome is Outcome.OK or transfer.kind is Kind.STORE:
         return transfer.blocks[:0]
-    return transfer.blocks[transfer.torn] if transfer.outcome is Outcome.TORN else transfer.blocks
+    is_judged = transfer.outcome in (Outcome.TORN, Outcome.COPY_FAILED)
+    return transfer.blocks[transfer.bad] if is_judged else transfer.blocks

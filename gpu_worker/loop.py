@@ -3,11 +3,15 @@
     daemon's socket, rank's tether and pidfd, device's eventfd, supervisor's channel
          └──────────── select ─▶ events ─▶ core ─▶ copies, words, dones ────────────┘
 
-    serving ──tether's end, Detach, pidfd──▶ draining ──▶ exit
-       └─────stop, daemon gone: what runs ends──┘
+    SERVING ──link lost──▶ AWAY ──Welcome, and at rest: Drained, Attach──▶ ASKING ──Attached──▶ SERVING
+       │                    ▲                                             │  │ Refused, more slots than we know
+       │                    └──────────────── link lost ──────────────────┘  │
+       └── rank's end, stop ─────────────────────────────────────────────────┴──▶ what runs ends ──▶ exit
+
+A daemon's end is no end of ours: loads that were begun are answered, and the rank never hears of it.
 
 It blocks in one `select` and wakes by an event. `select` and not `poll`, because marks are looked at every
-250 us and only select's timeout is finer than a millisecond. Every wait has a bound.
+250 us and only select's timeout is finer than a millisecond. Every wait has a bound, but for a daemon.
 """
 
 import logging
@@ -15,12 +19,12 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, Final
-
-import zmq
 
 from kvferry.gpu_worker.api import (
     Begun,
+    DaemonFound,
     DaemonLost,
     Event,
     JobsCancelled,
@@ -34,11 +38,11 @@ from kvferry.gpu_worker.api import (
 )
 from kvferry.gpu_worker.copies import Copies
 from kvferry.gpu_worker.core import WorkerCore
+from kvferry.gpu_worker.daemon_link import DaemonLink, LinkLost
 from kvferry.gpu_worker.devices.base import Device
 from kvferry.gpu_worker.rank_link import RankTether
 from kvferry.net.channel import Channel
-from kvferry.net.peer import Peer
-from kvferry.proto.control import RankGone
+from kvferry.proto.control import Attach, Attached, Drained, Refused, Welcome
 from kvferry.proto.errors import RemoteProtocolError
 from kvferry.proto.hot import Cancel, Plan
 from kvferry.proto.tether import Begin, CancelTickets, Detach
@@ -46,9 +50,17 @@ from kvferry.proto.tether import Begin, CancelTickets, Detach
 log = logging.getLogger("kvferry.worker")
 
 DRAIN_S: Final = 1.0  # running batches take milliseconds; past this they hang
-ORPHAN_S: Final = 5.0  # the daemon is gone: loads already begun get this long for their marks and copies
-GOODBYE_S: Final = 0.5  # for the daemon's acknowledgement of the last reports
+LEAVE_S: Final = 5.0  # no daemon wants us: loads already begun get this long for their marks and copies
+ANSWER_S: Final = 4.0  # the daemon's verdict; the rank client waits for five
 EXIT_STUCK: Final = 70  # a copy would not end; this process's death is the proof that it did
+
+
+class Standing(Enum):
+    """How we stand with the daemon."""
+
+    SERVING = "serving"  # attached
+    AWAY = "away"  # its link is lost, and no other one is ours yet
+    ASKING = "asking"  # attaching to the next
 
 
 class Service:
@@ -56,30 +68,35 @@ class Service:
 
     def __init__(
         self,
-        peer: Peer,
+        daemon: DaemonLink,
         control: Channel,
         device: Device,
         tether: RankTether,
         core: WorkerCore,
         copies: Copies,
+        *,
+        attach: Attach,
+        slots: int,
         inbox: deque[Any],
     ) -> None:
-        self._peer = peer
+        self._daemon = daemon
         self._control = control
         self._device = device
         self._tether = tether
         self._core = core
         self._copies = copies
+        self._attach = attach  # what each daemon is told of this rank
+        self._slots = slots  # that the planners know
         self._inbox = inbox
+        self._standing = Standing.SERVING
+        self._next_boot = 0  # of the daemon behind the open link, while it does not serve us
+        self._asked_until = 0.0  # monotonic seconds: when ASKING is given up
         self._rank_lost = False
-        self._daemon_lost = False
-        self._stopping = False
+        self._leaving = False  # nothing new is served
         self._ends_at: float | None = None  # monotonic seconds: when waiting for running copies is over
         # What `select` watches, and which method takes what came: a wake-up costs only what it brought.
         self._watched: dict[int, Callable[[], None]] = {
             device.fileno(): self._take_copies,
-            peer.fileno(): self._hear_daemon,
-            peer.tether_fileno(): self._hear_daemon,
             tether.fileno(): self._hear_rank,
             control.fileno(): self._hear_supervisor,
         }
@@ -93,9 +110,8 @@ class Service:
             self._turn(self._sleep())
         drained = self._core.at_rest() or self._device.drain(0)
         if not drained:
-            log.error("copies did not end within %g s: %s", DRAIN_S, self._core.describe())
-        if not self._daemon_lost:
-            say_goodbye(self._peer)
+            log.error("copies did not end within their time: %s", self._core.describe())
+        self._daemon.close(serves=self._standing is Standing.SERVING)
         self._tether.flush()
         self._tether.close()
         log.info("served: %s", self._core.describe()["counters"])
@@ -110,36 +126,81 @@ class Service:
         """Take everything that has come; nothing came: let time pass for the core, as every event does too."""
         for take in came:
             take()
-        if not self._daemon_lost and (has_news(self._peer) or not self._peer.alive):
+        if self._daemon.has_news() or self._daemon_is_due():
             self._hear_daemon()
         if not came:
             self._step(TimePassed())
-        self._peer.tick()
+        if self._next_boot and not (self._leaving or self._rank_lost) and self._core.at_rest():
+            self._serve_next_boot()
+        self._daemon.tick()
         self._tether.flush()
 
     def _take_copies(self) -> None:
         for copied in self._copies.ended():
             self._step(copied)
 
+    # ---- the daemon ------------------------------------------------------------------------------
+
     def _hear_daemon(self) -> None:
-        if self._daemon_lost:
-            return
-        self._inbox.extend(self._peer.receive())
+        self._inbox.extend(self._daemon.receive())
         while self._inbox:
-            match self._inbox.popleft():
-                case Plan() as plan:
-                    self._step(Planned(plan))
-                case Cancel() as cancel:
-                    self._step(JobsCancelled(cancel))
-                case other:
-                    log.warning("the daemon sent %s, which a worker does not take", type(other).__name__)
-        if not self._peer.alive:
-            self._daemon_lost = True
-            self._watched = {fd: take for fd, take in self._watched.items() if take != self._hear_daemon}
-            log.warning("the daemon is gone (%s)", self._peer.refusal or "no word")
-            self._hear_rank()  # a begin that was sent before counts as begun
-            self._step(DaemonLost())
-            self._end_within(ORPHAN_S)
+            word = self._inbox.popleft()
+            if not self._leaving:
+                self._take_word(word)
+            elif isinstance(word, LinkLost):
+                self._standing = Standing.AWAY
+        if self._standing is Standing.ASKING and time.monotonic() >= self._asked_until:
+            self._daemon.drop(f"no answer to our attachment within {ANSWER_S:g} s")
+
+    def _take_word(self, word: Any) -> None:
+        match word:
+            case Plan() if self._standing is Standing.SERVING:
+                self._step(Planned(word))
+            case Cancel() if self._standing is Standing.SERVING:
+                self._step(JobsCancelled(word))
+            case LinkLost(why):
+                log.warning("the daemon is gone (%s); what was begun ends, then the next one is asked", why)
+                self._standing, self._next_boot = Standing.AWAY, 0
+                self._hear_rank()  # a begin that was sent before counts as begun
+                self._step(DaemonLost())
+            case Welcome(boot=boot):
+                self._next_boot = boot
+            case Attached(slots=slots) if self._standing is Standing.ASKING:
+                if slots > self._slots:
+                    self._leave(f"the pool has {slots} slots now, not {self._slots}")
+                    return
+                self._standing = Standing.SERVING
+                log.info("the rank is attached again, to the daemon that listens now")
+            case Refused():
+                self._leave(f"the daemon serves this rank no more: {word.error()}")
+            case other:
+                log.warning("the daemon sent %s, which a worker does not take now", type(other).__name__)
+
+    def _serve_next_boot(self) -> None:
+        """Nothing of the old link is in flight: say so, and attach the rank over the new one."""
+        boot, self._next_boot = self._next_boot, 0
+        self._daemon.send(Drained(worker=self._attach.worker, boot=boot))
+        self._step(DaemonFound(boot))  # before the question: a begin may overtake the answer
+        self._standing = Standing.ASKING
+        self._asked_until = time.monotonic() + ANSWER_S
+        self._daemon.send(self._attach)
+
+    def _leave(self, why: str) -> None:
+        """Serve no more: what runs ends, then the tether closes and the rank finds another worker."""
+        log.warning("%s; the rank attaches again to another worker", why)
+        self._leaving = True
+        self._step(DaemonLost())
+        self._end_within(LEAVE_S)
+
+    def _daemon_is_due(self) -> bool:
+        due = self._daemon_due_s()
+        return due is not None and time.monotonic() >= due
+
+    def _daemon_due_s(self) -> float | None:
+        dues = [self._daemon.next_due_s(), self._asked_until if self._standing is Standing.ASKING else None]
+        return min((due for due in dues if due is not None), default=None)
+
+    # ---- the rank --------------------------------------------------------------------------------
 
     def _hear_rank(self) -> None:
         if self._rank_lost:
@@ -172,21 +233,21 @@ class Service:
 
     def _lose_rank(self) -> None:
         if not self._rank_lost:
-            self._rank_lost = True
+            self._rank_lost = True  # from here on it is our death that a next daemon waits for
             self._watched = {
                 fd: take for fd, take in self._watched.items() if take not in (self._hear_rank, self._lose_rank)
             }
             self._step(RankLost())
             self._end_within(DRAIN_S)
 
+    # ---- the supervisor --------------------------------------------------------------------------
+
     def _hear_supervisor(self) -> None:
-        if self._stopping:
-            return
         if any(event.get("event") == "stop" for event in self._control.receive()) or self._control.ended:
-            self._stopping = True
             self._watched.pop(self._control.fileno(), None)
             self._hear_daemon()  # a load that was begun before the stop is one of those that end well
             self._hear_rank()
+            self._leaving = True
             # As if the daemon were gone: nothing new, but who waits for a running load gets its word.
             self._step(DaemonLost())
             self._end_within(DRAIN_S)
@@ -194,6 +255,8 @@ class Service:
     def _end_within(self, seconds: float) -> None:
         ends_at = time.monotonic() + seconds
         self._ends_at = ends_at if self._ends_at is None else min(self._ends_at, ends_at)
+
+    # ---- one turn --------------------------------------------------------------------------------
 
     def _step(self, event: Event) -> None:
         for action in self._core.step(event, time.monotonic_ns()):
@@ -203,37 +266,18 @@ class Service:
                 case TellRank(message):
                     self._tether.send(message)
                 case TellDaemon(message):
-                    if not self._peer.send(message):
-                        # The window is full: a daemon that does not read is as good as gone.
-                        self._peer.close()
-                    self._peer.flush()
+                    self._daemon.send(message)
 
     def _sleep(self) -> list[Callable[[], None]]:
         """Wait until something comes or is due; what takes that which came."""
-        now_ns = time.monotonic_ns()
-        dues = [self._core.next_due_ns(now_ns), self._peer.link.next_due_ns()]
-        timeouts = [max((due - now_ns) / 1e9, 0) for due in dues if due is not None]
-        if self._ends_at is not None:
-            timeouts.append(max(self._ends_at - time.monotonic(), 0) if not self._is_over() else 0)
-        if not self._daemon_lost and (not self._peer.alive or has_news(self._peer)):
+        now = time.monotonic()
+        due_ns = self._core.next_due_ns(time.monotonic_ns())
+        dues = [None if due_ns is None else due_ns / 1e9, self._daemon_due_s(), self._ends_at]
+        timeouts = [max(due - now, 0) for due in dues if due is not None]
+        if self._daemon.has_news() or self._is_over():
             timeouts.append(0)
         writes = [self._tether] if self._tether.wants_to_write else []
-        ready, _, _ = select.select(list(self._watched), writes, [], min(timeouts) if timeouts else None)
-        return [self._watched[fd] for fd in ready]
-
-
-def say_goodbye(peer: Peer) -> None:
-    """Tell the daemon that this worker ends, and wait, bounded, until it has all our reports."""
-    peer.send(RankGone())
-    peer.flush()
-    deadline = time.monotonic() + GOODBYE_S
-    while peer.alive and peer.link.in_flight and (left := deadline - time.monotonic()) > 0:
-        peer.wait(min(left, 0.02))
-        peer.receive()
-        peer.tick()
-    peer.close()
-
-
-def has_news(peer: Peer) -> bool:
-    """Whether something was received that the descriptor will not tell again: it fires on changes only."""
-    return bool(int(peer.zmq_socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        watched = [*self._watched, *self._daemon.filenos]
+        ready, _, _ = select.select(watched, writes, [], min(timeouts) if timeouts else None)
+        takes = [self._watched.get(fd, self._hear_daemon) for fd in ready]
+        return list(dict.fromkeys(takes))

@@ -10,7 +10,7 @@ times jump when stores piled up).
 
 from collections import OrderedDict
 
-from kvferry.gpu_worker.api import SubmitCopy, WorkerSettings
+from kvferry.gpu_worker.api import U32, SubmitCopy, WorkerSettings
 from kvferry.gpu_worker.tickets import Transfer
 from kvferry.proto.outcome import Kind
 
@@ -24,7 +24,7 @@ class CopyQueue:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._waiting: dict[Kind, OrderedDict[int, Transfer]] = {kind: OrderedDict() for kind in Kind}
-        self._running: dict[int, tuple[Transfer, int]] = {}  # token -> its transfer, bytes
+        self._running: dict[int, tuple[Transfer, U32, int]] = {}  # token -> its transfer, positions, bytes
         self._num_running = dict.fromkeys(Kind, 0)
         self._bytes_running = dict.fromkeys(Kind, 0)
         self._last_token = 0
@@ -55,21 +55,22 @@ class CopyQueue:
             self.remove(transfer)
         self._last_token += 1
         nbytes = len(positions) * block_bytes
-        self._running[self._last_token] = (transfer, nbytes)
+        self._running[self._last_token] = (transfer, positions, nbytes)
         self._num_running[transfer.kind] += 1
         self._bytes_running[transfer.kind] += nbytes
         return SubmitCopy(
             self._last_token, transfer.kind, transfer.group, transfer.slots[positions], transfer.blocks[positions]
         )
 
-    def copied(self, token: int) -> Transfer | None:
-        """Take the end of a batch; None if no such batch is running."""
-        transfer, nbytes = self._running.pop(token, (None, 0))
-        if transfer is not None:
-            transfer.num_running -= 1
-            self._num_running[transfer.kind] -= 1
-            self._bytes_running[transfer.kind] -= nbytes
-        return transfer
+    def copied(self, token: int) -> tuple[Transfer, U32] | None:
+        """Take the end of a batch: its transfer and the positions it held. None if no such batch is running."""
+        if token not in self._running:
+            return None
+        transfer, positions, nbytes = self._running.pop(token)
+        transfer.num_running -= 1
+        self._num_running[transfer.kind] -= 1
+        self._bytes_running[transfer.kind] -= nbytes
+        return transfer, positions
 
     def waiting(self, kind: Kind) -> int:
         """Transfers of a direction that have blocks left to submit."""

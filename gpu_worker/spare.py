@@ -2,16 +2,16 @@
 
     spare ──accept──▶ registering ──Attached──▶ serving (`loop.py`) ──▶ exit
       │                    └─ anything wrong: Refused, exit
-      └─ stop, daemon gone: exit
+      └─ stop, supervisor gone: exit
 
 A worker serves one rank and then exits: whatever it mapped goes with the process, so no other engine shares
-its fate and no cleanup code can fail. Every wait has a bound, but the spare's for its rank.
+its fate and no cleanup code can fail. Every wait has a bound, but the spare's for its rank and for a daemon:
+while none is there, who knocks waits at the door.
 """
 
 import gc
 import logging
 import os
-import secrets
 import select
 import socket
 import time
@@ -22,22 +22,20 @@ from typing import Any, Final
 from kvferry.gpu_worker.api import WorkerSettings
 from kvferry.gpu_worker.copies import Copies
 from kvferry.gpu_worker.core import WorkerCore
+from kvferry.gpu_worker.daemon_link import DaemonLink, LinkLost
 from kvferry.gpu_worker.devices.base import Device
-from kvferry.gpu_worker.loop import Service, has_news, say_goodbye
+from kvferry.gpu_worker.loop import ANSWER_S, Service
 from kvferry.gpu_worker.pool import Pool
 from kvferry.gpu_worker.rank_link import RankTether
 from kvferry.gpu_worker.registration import RankMemory, take_up
 from kvferry.net.channel import Channel
 from kvferry.net.paths import RunDir
-from kvferry.net.peer import Peer
-from kvferry.proto.control import Attached, Hello, Refused, Welcome
-from kvferry.proto.errors import KvferryError, LostError, RefusedError, RemoteProtocolError
-from kvferry.proto.ids import LinkId
+from kvferry.proto.control import Attached, Drained, Refused, Welcome
+from kvferry.proto.errors import KvferryError, LostError, RemoteProtocolError
 from kvferry.proto.tether import RankRegister, RankRegistered
 
 log = logging.getLogger("kvferry.worker")
 
-ANSWER_S: Final = 4.0  # the daemon's welcome and verdict; the rank client waits for five
 REGISTER_S: Final = 2.0  # a connection that shows nothing by then keeps others waiting
 
 
@@ -53,7 +51,7 @@ class Options:
 
 
 class Stopped(Exception):  # noqa: N818  not an error: the way out of a wait
-    """The supervisor said stop or is gone, or the daemon is, while nobody is served."""
+    """The supervisor said stop or is gone."""
 
 
 class Worker:
@@ -67,17 +65,17 @@ class Worker:
         self._listener.setblocking(False)
         self._pool = Pool(options.run_dir.pool(options.rank))
         device.register_host(self._pool.base, self._pool.nbytes)
-        self._peer = Peer(options.run_dir, LinkId(secrets.randbits(63) | 1))
+        self._daemon = DaemonLink.to(options.run_dir)
         self._tether: RankTether | None = None
-        self._boot = 0
-        self._inbox: deque[Any] = deque()  # the daemon's messages that nobody has taken yet
+        self._boot = 0  # of the daemon behind the open link
+        self._inbox: deque[Any] = deque()  # the daemon's words that nobody has taken yet
 
     # ---- the life ------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Be a spare, then serve one rank."""
         try:
-            self._greet_daemon()
+            self._await_daemon(None)
             self._control.send({"event": "ready"})
             register = self._await_rank()
             memory, slots = self._admit(register)
@@ -89,10 +87,13 @@ class Worker:
             return 0
         return self._serve(memory, slots)
 
-    def _greet_daemon(self) -> None:
-        self._peer.send(Hello(role="worker", pid=os.getpid()))
-        welcome = self._await_answer(Welcome)
-        self._boot = welcome.boot
+    def _await_daemon(self, deadline: float | None) -> None:
+        """Wait until a daemon has welcomed us. LostError at the deadline."""
+        while not self._daemon.is_open:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise LostError("daemon.lost", f"no daemon within {ANSWER_S:g} s")
+            self._wait(deadline)
+            self._look_around()
 
     def _await_rank(self) -> RankRegister:
         """Accept connections until one registers; its RankRegister. From then on nobody else is accepted."""
@@ -119,7 +120,8 @@ class Worker:
             return register
 
     def _accept(self) -> RankTether | None:
-        assert self._listener is not None
+        if self._listener is None or not self._daemon.is_open:
+            return None
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
@@ -157,15 +159,21 @@ class Worker:
         memory = take_up(register, tether.fds, self._options.rank, self._device)
         tether.close_fds()
         tether.takes_fds = False
-        self._peer.send(memory.attach_message(self._options.worker, self._pool))
-        attached = self._await_answer(Attached)
-        return memory, attached.slots
+        attach = memory.attach_message(self._options.worker, self._pool)
+        deadline = time.monotonic() + ANSWER_S
+        while True:
+            self._await_daemon(deadline)
+            self._inbox.clear()
+            self._daemon.send(attach)
+            attached = self._await_verdict(deadline)
+            if attached is not None:
+                return memory, attached.slots
 
     def _refuse(self, error: KvferryError) -> None:
         if self._tether is not None:
             self._tether.refuse(error)
             self._tether.close()
-        say_goodbye(self._peer)
+        self._daemon.close(serves=False)
 
     # ---- serving -------------------------------------------------------------------------------
 
@@ -181,6 +189,7 @@ class Worker:
             payload_bytes=tuple(group.payload_bytes for group in memory.register.layout.groups),
             num_blocks=group.num_blocks,
             num_slots=slots,
+            boot=self._boot,
         )
         tether = self._tether
         assert tether is not None
@@ -203,22 +212,31 @@ class Worker:
         )  # fmt: skip
         gc.collect()
         gc.freeze()  # what stands now stands to the end: later collections pass it by
-        return Service(self._peer, self._control, self._device, tether, core,
-                       Copies(self._device, planners), self._inbox).run()  # fmt: skip
+        return Service(
+            self._daemon,
+            self._control,
+            self._device,
+            tether,
+            core,
+            Copies(self._device, planners),
+            attach=memory.attach_message(self._options.worker, self._pool),
+            slots=slots,
+            inbox=self._inbox,
+        ).run()
 
     # ---- waiting while nobody is served ----------------------------------------------------------
 
-    def _await_answer(self, kind: type[Any]) -> Any:
-        """The daemon's message of this type. RefusedError if it refuses, LostError if it does not answer."""
-        deadline = time.monotonic() + ANSWER_S
-        self._peer.flush()
+    def _await_verdict(self, deadline: float) -> Attached | None:
+        """The daemon's answer to our attachment; None if it went away before it gave one. RefusedError, LostError."""
         while True:
             while self._inbox:
-                message = self._inbox.popleft()
-                if isinstance(message, kind):
-                    return message
-                if isinstance(message, Refused):
-                    raise message.error()
+                match self._inbox.popleft():
+                    case Attached() as attached:
+                        return attached
+                    case Refused() as refused:
+                        raise refused.error()
+                    case LinkLost():
+                        return None
             if time.monotonic() >= deadline:
                 raise LostError("daemon.lost", f"the daemon gave no answer within {ANSWER_S:g} s")
             self._wait(deadline)
@@ -228,31 +246,30 @@ class Worker:
 
     def _wait(self, deadline: float | None) -> None:
         """Sleep until something may have happened or `deadline` (monotonic seconds) has come."""
-        timeout = None if deadline is None else max(deadline - time.monotonic(), 0)
-        due = self._peer.link.next_due_ns()
-        if due is not None:
-            until_due = max((due - time.monotonic_ns()) / 1e9, 0)
-            timeout = until_due if timeout is None else min(timeout, until_due)
-        if has_news(self._peer):
+        if self._daemon.has_news():
             return
-        fds: list[Any] = [self._peer.fileno(), self._peer.tether_fileno(), self._control]
+        dues = [due for due in (deadline, self._daemon.next_due_s()) if due is not None]
+        timeout = max(min(dues) - time.monotonic(), 0) if dues else None
+        fds: list[Any] = [*self._daemon.filenos, self._control]
         if self._tether is not None:
             # What a rank says before it is served waits in its socket.
             if not self._tether.has_unread() or self._listener is not None:
                 fds.append(self._tether)
-        elif self._listener is not None:
+        elif self._listener is not None and self._daemon.is_open:
             fds.append(self._listener)
         select.select(fds, [], [], timeout)
 
     def _look_around(self) -> None:
-        """Take what daemon and supervisor said. Stopped or a refusal if there is nothing to wait for any more."""
+        """Take what daemon and supervisor said. Stopped if there is nothing to wait for any more."""
         if any(event.get("event") == "stop" for event in self._control.receive()) or self._control.ended:
             raise Stopped
-        self._inbox.extend(self._peer.receive())
-        self._peer.tick()
-        if not self._peer.alive:
-            if self._peer.refusal is not None:
-                raise self._peer.refusal.error()
-            if self._tether is None:
-                raise Stopped
-            raise RefusedError("daemon.lost", "the daemon went away while this rank registered", "try again")
+        for word in self._daemon.receive():
+            match word:
+                case Welcome(boot=boot):
+                    # Nothing of an earlier boot can be in flight at a worker that serves nobody.
+                    self._boot = boot
+                    self._daemon.send(Drained(worker=self._options.worker, boot=boot))
+                case Refused() if self._tether is None:
+                    raise word.error()  # our version: no other link will do better
+                case _:
+                    self._inbox.append(word)

@@ -85,12 +85,14 @@ class Transfer:
     mark: int = 0
     begun_ns: int = 0
     # of the copy
-    torn: U32 = field(default_factory=lambda: _NONE32)  # positions found torn before the first byte
+    bad: U32 = field(default_factory=lambda: _NONE32)  # positions of a load known to hold what they should not
     to_copy: U32 = field(default_factory=lambda: _NONE32)  # (m,) positions that are copied, in order
     num_submitted: int = 0  # leading positions of `to_copy` handed to the device
     num_running: int = 0  # batches at the device
     submitted_ns: int = 0  # when the first batch was handed over; 0: not yet
     outcome: Outcome = Outcome.OK  # the worst so far
+    arrived: list[U32] = field(default_factory=list)  # positions of a load's batches that ended well
+    is_orphan: bool = False  # its daemon is gone: nobody is told of its job
 
     @property
     def is_submitted(self) -> bool:

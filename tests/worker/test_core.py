@@ -1,12 +1,13 @@
 """What the worker's core promises, one sentence a test. Time is an argument; the device ends when told."""
 
 import ast
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from kvferry.gpu_worker import core as core_module
-from kvferry.gpu_worker.api import Copied, DaemonLost, RankLost
+from kvferry.gpu_worker.api import Copied
 from kvferry.gpu_worker.tickets import NEXT, RUNNING, Move, State, Transfer
 from kvferry.proto.outcome import Kind, Outcome
 from kvferry.proto.page import REVOKE_SLOTS
@@ -360,6 +361,31 @@ def test_after_a_failed_batch_nothing_more_of_the_job_is_copied(bench):
     assert bench.dones == [(101, Outcome.COPY_FAILED)]
 
 
+def test_blocks_that_arrived_before_a_batch_failed_are_kept(bench):
+    """Case 26: a failed load names the blocks that it lacks, and no others."""
+    bench = Bench(batch_bytes=BLOCK_BYTES)
+    bench.headers.hold(range(4), 1)
+    bench.plan(1, LOAD, range(10, 14), range(4))
+    bench.begin(1)
+    bench.copied()
+    bench.copied(ok=False)
+    bench.copied()
+    assert bench.running == []
+    assert bench.words == [(1, LOAD, Outcome.COPY_FAILED, (11, 13))]
+
+
+def test_a_block_that_arrived_from_a_slot_that_moved_is_lost_with_the_failed_ones(bench):
+    bench = Bench(batch_bytes=BLOCK_BYTES)
+    bench.headers.hold(range(3), 1)
+    bench.plan(1, LOAD, range(10, 13), range(3))
+    bench.begin(1)
+    bench.copied()
+    bench.headers.gen_open[0] = 2
+    bench.copied(ok=False)
+    bench.run_dry()
+    assert bench.words == [(1, LOAD, Outcome.COPY_FAILED, (10, 11))]
+
+
 def test_batches_and_their_number_are_bounded_per_direction(bench):
     bench = Bench(batch_bytes=4 * BLOCK_BYTES + 7)
     bench.headers.hold(range(100), 1)
@@ -424,6 +450,21 @@ def test_waiting_and_copying_are_measured_apart(bench):
     bench.now_ns += 5_000_000
     bench.run_dry()
     assert bench.spans[1] == (3000, 5000)
+
+
+def test_ten_thousand_queued_stores_take_some_tens_of_megabytes(bench):
+    """What waits is names, never bytes of KV; how many may wait is the daemon's bound."""
+    tracemalloc.start()
+    for ticket in range(1, 10_001):
+        bench.plan(ticket, STORE, range(32), generation=ticket)
+    bench.begin(*range(1, 10_001))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 40 << 20
+    assert len(bench.running) == 2 and bench.core.describe()["bytes_in_flight"]["store"] <= 64 << 20
+    bench.cancel_jobs(*range(101, 10_101))
+    bench.run_dry()
+    assert bench.core.at_rest() and len(bench.dones) == 10_000
 
 
 # ---- cancels ---------------------------------------------------------------------------------------
@@ -494,67 +535,6 @@ def test_a_late_or_unknown_cancel_is_counted_and_changes_nothing(bench):
     bench.cancel_tickets(1)
     assert len(bench.words) == len(bench.dones) == 1
     assert bench.core.counters["late_cancels"] == 3
-
-
-# ---- losses ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("state", WAITING)
-def test_what_waits_is_discarded_when_the_rank_is_lost(bench, state):
-    state(bench)
-    told = len(bench.words)
-    bench.step(RankLost())
-    assert ((101, Outcome.ENGINE_GONE) in bench.dones) is (state is not begun)
-    bench.run_dry()
-    assert len(bench.words) == told and bench.core.at_rest()
-    assert Outcome.OK not in [outcome for _, outcome in bench.dones]
-
-
-@pytest.mark.parametrize("kind", [STORE, LOAD])
-def test_running_copies_drain_and_are_never_ok_after_the_rank_is_lost(kind):
-    bench = Bench(batch_bytes=BLOCK_BYTES)
-    bench.headers.hold(range(8), 1)
-    bench.plan(1, kind, range(8))
-    bench.begin(1)
-    bench.step(RankLost())
-    assert bench.dones == [] and not bench.core.at_rest()
-    bench.copied()
-    bench.copied()
-    assert bench.running == [] and bench.core.at_rest()
-    assert bench.dones == [(101, Outcome.ENGINE_GONE)] and bench.words == []
-
-
-def test_a_plan_that_comes_after_the_rank_was_lost_is_answered(bench):
-    """Case 21: a late message about something that is gone is a counted answer, never an error."""
-    bench.step(RankLost())
-    bench.plan(1, STORE, [4])
-    bench.begin(1)
-    bench.cancel_tickets(1)
-    assert bench.dones == [(101, Outcome.ENGINE_GONE)] and bench.words == []
-
-
-def test_begun_loads_outlive_the_daemon_and_nothing_else_does(bench):
-    bench.headers.hold([1, 2], 1)
-    bench.plan(1, LOAD, [1])
-    bench.plan(2, LOAD, [2])
-    bench.plan(3, STORE, [3])
-    bench.plan(4, LOAD, [4])
-    bench.begin(1, 3)
-    bench.begin(2, mark=bench.engine.mark() + 1)
-    bench.begin(9)
-    bench.step(DaemonLost())
-    assert bench.words == [(9, LOAD, Outcome.NOT_PLANNED, ())]
-    bench.engine.signal()
-    bench.pass_time()
-    bench.run_dry()
-    assert sorted(bench.words[1:]) == [
-        (1, LOAD, Outcome.OK, ()),
-        (2, LOAD, Outcome.OK, ()),
-        (3, STORE, Outcome.CANCELLED, ()),
-    ]
-    bench.begin(10)
-    assert bench.words[-1] == (10, LOAD, Outcome.NOT_PLANNED, ())
-    assert bench.dones == [] and bench.core.at_rest()
 
 
 # ---- the table -------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.gpu_worker.api import DaemonLost, RankLost
+from kvferry.gpu_worker.api import DaemonFound, DaemonLost, RankLost
 from kvferry.proto.outcome import Kind, Outcome
 from tests.worker.fakes import BLOCK_BYTES, LOAD, STORE, Bench
 
@@ -144,3 +144,30 @@ def test_every_named_ticket_gets_one_word_and_every_planned_job_one_done(walk_ev
             assert failed == ()
         else:
             assert set(failed) <= set(range(3 * ticket, 3 * ticket + 3))
+
+
+OF_TICKETS = {"plan", "begin", "begin early", "revoke", "cancel job", "cancel ticket"}
+
+
+@given(events, events, st.lists(st.sampled_from(Kind), min_size=2 * NUM_TICKETS, max_size=2 * NUM_TICKETS))
+@settings(max_examples=200, deadline=None)
+def test_every_named_ticket_gets_one_word_across_a_restart_and_the_new_boot_hears_of_its_own_jobs_alone(
+    before, after, kinds
+):
+    """I4, I5, rule 10: in any order of events, also when what was begun under the old boot is still copying."""
+    walk = Walk(kinds)
+    for name, value in before:
+        walk.take(name, value)
+    dones_of_the_old = {job for job, _ in walk.bench.dones}
+    walk.bench.step(DaemonLost())
+    walk.check()
+    walk.bench.step(DaemonFound(boot=0))
+    for name, value in after:
+        walk.take(name, value + NUM_TICKETS if name in OF_TICKETS else value)
+        walk.check()
+    walk.settle()
+    walk.check()
+    assert walk.bench.core.at_rest()
+    assert {word[0] for word in walk.bench.words} == walk.named
+    told = {job - 100 for job, _ in walk.bench.dones if job not in dones_of_the_old}
+    assert told == {ticket for ticket in walk.planned if ticket > NUM_TICKETS}

@@ -12,12 +12,13 @@ from kvferry.gpu_worker import loop
 from kvferry.gpu_worker.api import Copied, SubmitCopy, WorkerSettings
 from kvferry.gpu_worker.copies import Copies
 from kvferry.gpu_worker.core import WorkerCore
+from kvferry.gpu_worker.daemon_link import DaemonLink
 from kvferry.gpu_worker.layout import Planner
 from kvferry.gpu_worker.rank_link import RankTether
 from kvferry.net.channel import Channel
 from kvferry.proto.codec import unpack
 from kvferry.proto.columns import pack_u64, u8, u32, u64
-from kvferry.proto.control import RankGone
+from kvferry.proto.control import Attach, RankGone, Welcome
 from kvferry.proto.hot import Done
 from kvferry.proto.limits import PAGE_BYTES
 from kvferry.proto.outcome import Kind, Outcome
@@ -28,13 +29,17 @@ from tests.worker.fakes import Bench, Headers
 from tests.worker.layouts import RECORDED
 
 NUM_SLOTS = 8
+ATTACH = Attach(
+    worker=1, engine_id="e", rank=0, world_size=1, layout_digest="", payload_bytes=(1,), block_tokens=(1,),
+    num_blocks=1, pool_bytes=1,
+)  # fmt: skip
 
 
 class FakePeer:
     """A link that takes everything and says what it was given."""
 
     def __init__(self) -> None:
-        self.inbox: list = []
+        self.inbox: list = [Welcome(major=1, minor=1, boot=0, tp_size=1)]
         self.sent: list = []
         self.refusal = None
         self.alive = True
@@ -97,18 +102,22 @@ class Stand:
         self.headers = Headers(NUM_SLOTS)
         settings = WorkerSettings((group.payload_bytes,), layout.sizes[1], NUM_SLOTS)
         self.peer = FakePeer()
+        daemon = DaemonLink(lambda: self.peer)
+        assert isinstance(daemon.receive()[0], Welcome)
         self.control, theirs = Channel.pair()
         self.child_control = Channel(theirs)
         self.rank, ours = socket.socketpair(socket.AF_UNIX)
         self.tether = RankTether(ours)
         self.service = loop.Service(
-            self.peer,
+            daemon,
             self.child_control,
             lab.device,
             self.tether,
             WorkerCore(settings, PageReader(page), self.headers),
             Copies(lab.device, [self.planner]),
-            deque(),
+            attach=ATTACH,
+            slots=NUM_SLOTS,
+            inbox=deque(),
         )
 
     def close(self) -> None:
@@ -154,7 +163,7 @@ def lab():
 @pytest.fixture
 def stand(lab, monkeypatch):
     monkeypatch.setattr(loop, "DRAIN_S", 0.2)
-    monkeypatch.setattr(loop, "ORPHAN_S", 0.2)
+    monkeypatch.setattr(loop, "LEAVE_S", 0.2)
     made = Stand(lab)
     yield made
     made.close()
