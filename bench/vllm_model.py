@@ -96,3 +96,72 @@ def write_model(folder: Path, shape: ModelShape = ModelShape()) -> Path:
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "shape.json").write_text(marker)
     return folder
+
+
+def write_mla_model(folder: Path, seed: int = 7) -> Path:
+    """A small model of DeepSeek's kind, seeded weights; the folder. MLA: one latent of 576 values a token and layer."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = torch.Generator().manual_seed(seed)
+    h, layers, heads, latent, rope, nope, inner, vocabulary = 256, 2, 4, 512, 64, 128, 512, 2048
+
+    def normal(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=rng) * gain * columns**-0.5
+
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(vocabulary, h, generator=rng),
+        "model.norm.weight": torch.ones(h),
+        "lm_head.weight": normal(vocabulary, h, 2.0),
+    }
+    for layer in range(layers):
+        at = f"model.layers.{layer}."
+        tensors |= {
+            at + "input_layernorm.weight": torch.ones(h),
+            at + "post_attention_layernorm.weight": torch.ones(h),
+            at + "self_attn.q_proj.weight": normal(heads * (nope + rope), h, 1.6),
+            at + "self_attn.kv_a_proj_with_mqa.weight": normal(latent + rope, h, 1.6),
+            at + "self_attn.kv_a_layernorm.weight": torch.ones(latent),
+            at + "self_attn.kv_b_proj.weight": normal(heads * 2 * nope, latent, 1.6),
+            at + "self_attn.o_proj.weight": normal(h, heads * nope, 2.0),
+            at + "mlp.gate_proj.weight": normal(inner, h),
+            at + "mlp.up_proj.weight": normal(inner, h),
+            at + "mlp.down_proj.weight": normal(h, inner),
+        }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": h,
+        "intermediate_size": inner,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "kv_lora_rank": latent,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": nope,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": layers,
+        "moe_layer_freq": 1,
+        "num_experts_per_tok": 2,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "routed_scaling_factor": 1.0,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvferry")
 NO_WORK = StepWork(Directive(0))
+START_WAIT_S = 2.0  # of an engine's start, which takes far longer
 
 
 @dataclass
@@ -117,6 +118,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             patience_s=self._options.patience_s,
             on_note=_note,
         )
+        if client.describe()["state"] != "off":
+            # A sidecar is there and the ranks are attached by now: let the first request find what is held.
+            client.wait_attached(START_WAIT_S)
         self._scheduler = SchedulerHalf(
             client,
             block_tokens=block_tokens,
