@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry.proto.columns import pack_u8, pack_u32, pack_u64, u8, u32, u64
-from kvferry.proto.control import Attach, Goodbye, Hello, RankGone, Register, Rotate
+from kvferry.proto.control import Attach, Drained, Goodbye, Hello, RankGone, Register, Rotate
 from kvferry.proto.hot import Cancel, Done, JobsEnded, Lookup, LookupAnswer, Plan, Renew, Step, StepAnswer
 from kvferry.proto.ids import BootId, LinkId, WorkerId
 from kvferry.proto.layout import slot_bytes
@@ -12,14 +12,20 @@ from kvferry.proto.outcome import Outcome, Reason
 from kvferry.scheduler_daemon.core.api import (
     Action,
     CoreSettings,
+    KeepEpochs,
     KillWorker,
     LinkLost,
+    Note,
     Received,
+    Recovered,
     Send,
+    TableShape,
     TimePassed,
     WorkerReaped,
+    WorkersListed,
 )
 from kvferry.scheduler_daemon.core.core import Core
+from kvferry.scheduler_daemon.core.slots import Table, zeroed_table
 
 KEY_BYTES = 8
 PAYLOAD = 4096
@@ -82,23 +88,54 @@ class Answer:
 class World:
     """One core, a clock of our own, and whatever it said since it was last asked."""
 
-    def __init__(self, tp: int = 2, slots: int = 16, boot: int = 0xB007, **settings: Any) -> None:
+    def __init__(
+        self,
+        tp: int = 2,
+        slots: int = 16,
+        boot: int = 0xB007,
+        recovered: Recovered | None = None,
+        **settings: Any,
+    ) -> None:
         self.tp = tp
         self.slots = slots
         self.now = 1 * S
         settings.setdefault(
             "floor_bytes_per_s", 1 << 62
         )  # deadlines to the nanosecond, where a test says nothing of it
-        self.core = Core(CoreSettings(boot=BootId(boot), tp_size=tp, **settings))
+        self.settings = {"tp": tp, "slots": slots, **settings}
+        self.boot = boot
+        self.shape: TableShape | None = recovered.shape if recovered else None
+        self.table: Table | None = recovered.table if recovered else None
+        self.epochs = recovered.epochs if recovered else ()
+        self.core = Core(CoreSettings(boot=BootId(boot), tp_size=tp, **settings), self._make_table, recovered)
         self.said: list[Action] = []
         self._links = 0
         self._workers = 0
+
+    def _make_table(self, shape: TableShape) -> Table:
+        self.shape, self.table = shape, zeroed_table(shape.num_slots)
+        return self.table
+
+    def restart(self, workers: Sequence[int] | None = (), table: Table | None = None) -> "World":
+        """The next daemon, over what this one's file holds; None: the supervisor has said nothing yet."""
+        recovered = None
+        if self.shape is not None and self.table is not None:
+            recovered = Recovered(self.shape, self.table.copy() if table is None else table, self.epochs)
+        fresh = World(boot=self.boot + 1, recovered=recovered, **self.settings)
+        fresh.now = self.now + 1 * S
+        fresh._workers = self._workers
+        if workers is not None:
+            fresh.step(WorkersListed(tuple(WorkerId(worker) for worker in workers)))
+        return fresh
 
     # ---- events ----------------------------------------------------------------------------------
 
     def step(self, event: Any) -> list[Action]:
         actions = self.core.step(event, self.now)
         self.core.check()
+        for action in actions:
+            if isinstance(action, KeepEpochs):
+                self.epochs = action.epochs
         self.said += actions
         return actions
 
@@ -142,6 +179,15 @@ class World:
 
     def kills(self) -> list[int]:
         return [a.worker for a in self.said if isinstance(a, KillWorker)]
+
+    def notes(self) -> list[str]:
+        return [a.text for a in self.said if isinstance(a, Note)]
+
+    def drained(self, worker: int, link: int | None = None) -> int:
+        """A worker says that it has drained, on a link of its own; the link."""
+        link = self.open("worker") if link is None else link
+        self.send(link, Drained(worker=worker, boot=self.boot))
+        return link
 
     def sums(self) -> dict[str, int]:
         return dict(self.core.status()["slots"])
@@ -199,9 +245,9 @@ class Engine:
         }
         return self.world.send(self.link, Register(**{**fields, **change}))
 
-    def attach(self, rank: int, /, **change: Any) -> list[Action]:
-        worker = self.world.new_worker()
-        link = self.world.open("worker")
+    def attach(self, rank: int, /, worker: int = 0, link: int = 0, **change: Any) -> list[Action]:
+        worker = worker or self.world.new_worker()
+        link = link or self.world.open("worker")
         self.worker[rank], self.worker_link[rank] = worker, link
         fields: dict[str, Any] = {
             "worker": worker,
