@@ -141,11 +141,17 @@ class FakeRank:
     """The engine's side of one rank: a memfd "GPU", a shared page, a tether."""
 
     def __init__(
-        self, run_dir: RunDir, num_blocks: int = 16, num_layers: int = 4, run: int = 4096, rank: int = 0
+        self,
+        run_dir: RunDir,
+        num_blocks: int = 16,
+        num_layers: int = 4,
+        run: int = 4096,
+        rank: int = 0,
+        name: str = "kv",  # of its memory, as /proc shows it
     ) -> None:
         self.num_blocks, self.num_layers, self.run, self.rank = num_blocks, num_layers, run, rank
         nbytes = num_blocks * num_layers * run
-        self.kv_fd = os.memfd_create("kv")
+        self.kv_fd = os.memfd_create(name)
         os.posix_fallocate(self.kv_fd, 0, nbytes)
         self.kv = np.frombuffer(mmap.mmap(self.kv_fd, nbytes), dtype=np.uint8).reshape(num_layers, num_blocks, run)
         self.page_fd = os.memfd_create("page")
