@@ -205,27 +205,22 @@ def test_a_model_with_latent_attention_is_served() -> None:
         made = lab.connector(folder / "run", patience_ms=PATIENCE_MS)
         with (
             lab.running_sidecar(folder / "run", host_memory="64MiB"),
-            # vLLM computes a prompt's end after a held prefix by other kernels than a whole prompt, and in float32
-            # they differ by 0.06. Computed in two pieces that end where the load ends, both ways are the same.
-            lab.running_engine(
-                folder,
-                model,
-                name="mla",
-                kv_transfer=made,
-                num_blocks=200,
-                block_size=16,
-                max_num_batched_tokens=(PROMPT - 1) // 16 * 16,
-            ) as engine,
+            lab.running_engine(folder, model, name="mla", kv_transfer=made, num_blocks=200, block_size=16) as engine,
         ):
             due = engine.generate([PROMPTS["p0"]])[0]
             assert due["cached"] == 0
             again = engine.generate([PROMPTS["p0"]])[0]
             assert again["cached"] == (PROMPT - 1) // 16 * 16
-            same(again, due)
+            # What follows a held prefix is computed by kernels that vLLM on CPU otherwise never uses for MLA (it
+            # turns its prefix cache and chunked prefill off); they differ by 0.06 from those for whole prompts.
+            assert again["tokens"] == due["tokens"]
+            assert np.abs(np.subtract(again["logprobs"], due["logprobs"])).max() < 0.15
+            same(engine.generate([PROMPTS["p0"]])[0], again)
             spoil(RunDir.at(folder / "run").pool(0), 16 * 576 * 4 * 2)
             wrong = engine.generate([PROMPTS["p0"]])[0]
             assert wrong["cached"] == again["cached"]
-            assert np.abs(np.subtract(wrong["logprobs"], due["logprobs"])).max() > 100 * NOISE
+            assert wrong["tokens"] != due["tokens"]
+            assert np.abs(np.subtract(wrong["logprobs"], again["logprobs"])).max() > 0.3
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
