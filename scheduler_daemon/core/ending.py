@@ -177,7 +177,7 @@ def next_due_ns(desk: Desk) -> int | None:
     while desk.partings and desk.workers.get((parted := desk.partings[0][1]).id) is not parted:
         desk.partings.popleft()
     due = [queue[0][0] for queue in (desk.deadlines, desk.graces, desk.partings) if queue]
-    if desk.drain is not None and not desk.drain.cut:
+    if desk.drain is not None and not desk.drain.cut and len(desk.jobs):
         due.append(desk.drain.end_ns)
     lease = desk.leases.first()
     if lease is not None:
