@@ -271,5 +271,8 @@ class Worker:
                     self._daemon.send(Drained(worker=self._options.worker, boot=boot))
                 case Refused() if self._tether is None:
                     raise word.error()  # our version: no other link will do better
+                case LinkLost(why):
+                    log.info("rank %d: the daemon is gone (%s); waiting for the next", self._options.rank, why)
+                    self._inbox.append(word)
                 case _:
                     self._inbox.append(word)

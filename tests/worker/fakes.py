@@ -1,5 +1,7 @@
 """A worker core at a bench: a page and headers in plain memory, a device that ends batches when told."""
 
+import os
+import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -20,7 +22,7 @@ from kvferry.gpu_worker.api import (
 )
 from kvferry.gpu_worker.core import WorkerCore
 from kvferry.proto.columns import pack_u8, pack_u32, pack_u64, u8, u32, u64
-from kvferry.proto.hot import Cancel, Plan
+from kvferry.proto.hot import Cancel, Done, Plan
 from kvferry.proto.limits import PAGE_BYTES
 from kvferry.proto.outcome import Kind, Outcome
 from kvferry.proto.page import PageReader, PageWriter
@@ -55,6 +57,64 @@ class Headers:
         """These slots were stored by somebody, whole."""
         for slot in slots:
             self.gen_open[slot] = self.gen_close[slot] = generation
+
+
+class FakePeer:
+    """A link that takes everything and says what it was given."""
+
+    def __init__(self) -> None:
+        self.inbox: list = []
+        self.sent: list = []
+        self.refusal = None
+        self.alive = True
+        self.dies_after_inbox = self.is_full = False
+        self.link = self
+        self.in_flight = 0
+        self.zmq_socket = self
+        self._fd, self._tether_fd = os.eventfd(0), os.eventfd(0)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def tether_fileno(self) -> int:
+        return self._tether_fd
+
+    def getsockopt(self, option) -> int:
+        return bool(self.inbox)
+
+    def next_due_ns(self):
+        return None
+
+    def receive(self) -> list:
+        messages, self.inbox = self.inbox, []
+        if self.dies_after_inbox:
+            self.close()
+        return messages
+
+    def send(self, message) -> bool:
+        if not self.is_full:
+            self.sent.append(message)
+        return not self.is_full
+
+    def flush(self) -> None: ...
+    def tick(self) -> None: ...
+
+    def wait(self, timeout_s) -> None:
+        time.sleep(timeout_s)
+
+    def close(self) -> None:
+        if self.alive:
+            self.alive = False
+            os.close(self._fd)
+            os.close(self._tether_fd)
+
+    def dones(self) -> list[tuple[int, Outcome]]:
+        return [
+            (job, Outcome(outcome))
+            for done in self.sent
+            if isinstance(done, Done)
+            for job, outcome in zip(u64(done.jobs).tolist(), u8(done.outcomes).tolist(), strict=True)
+        ]
 
 
 class Bench:

@@ -1,6 +1,5 @@
 """The serving loop in this process: slow, stuck and failing devices, which a real process cannot be asked for."""
 
-import os
 import socket
 import threading
 from collections import deque
@@ -19,13 +18,12 @@ from kvferry.net.channel import Channel
 from kvferry.proto.codec import unpack
 from kvferry.proto.columns import pack_u64, u8, u32, u64
 from kvferry.proto.control import Attach, RankGone, Welcome
-from kvferry.proto.hot import Done
 from kvferry.proto.limits import PAGE_BYTES
 from kvferry.proto.outcome import Kind, Outcome
 from kvferry.proto.page import PageReader, PageWriter
 from kvferry.proto.tether import Begin, Deframer, Words, frame
 from tests.contracts.conftest import CpuLab, address
-from tests.worker.fakes import Bench, Headers
+from tests.worker.fakes import Bench, FakePeer, Headers
 from tests.worker.layouts import RECORDED
 
 NUM_SLOTS = 8
@@ -33,57 +31,6 @@ ATTACH = Attach(
     worker=1, engine_id="e", rank=0, world_size=1, layout_digest="", payload_bytes=(1,), block_tokens=(1,),
     num_blocks=1, pool_bytes=1,
 )  # fmt: skip
-
-
-class FakePeer:
-    """A link that takes everything and says what it was given."""
-
-    def __init__(self) -> None:
-        self.inbox: list = [Welcome(major=1, minor=1, boot=0, tp_size=1)]
-        self.sent: list = []
-        self.refusal = None
-        self.alive = True
-        self.link = self
-        self.in_flight = 0
-        self.zmq_socket = self
-        self._fd, self._tether_fd = os.eventfd(0), os.eventfd(0)
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def tether_fileno(self) -> int:
-        return self._tether_fd
-
-    def getsockopt(self, option) -> int:
-        return bool(self.inbox)
-
-    def next_due_ns(self):
-        return None
-
-    def receive(self) -> list:
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def send(self, message) -> bool:
-        self.sent.append(message)
-        return True
-
-    def flush(self) -> None: ...
-    def tick(self) -> None: ...
-    def wait(self, timeout_s) -> None: ...
-
-    def close(self) -> None:
-        self.alive = False
-        os.close(self._fd)
-        os.close(self._tether_fd)
-
-    def dones(self) -> list[tuple[int, Outcome]]:
-        return [
-            (job, Outcome(outcome))
-            for done in self.sent
-            if isinstance(done, Done)
-            for job, outcome in zip(u64(done.jobs).tolist(), u8(done.outcomes).tolist(), strict=True)
-        ]
 
 
 class Stand:
@@ -102,6 +49,7 @@ class Stand:
         self.headers = Headers(NUM_SLOTS)
         settings = WorkerSettings((group.payload_bytes,), layout.sizes[1], NUM_SLOTS)
         self.peer = FakePeer()
+        self.peer.inbox.append(Welcome(major=1, minor=1, boot=0, tp_size=1))
         daemon = DaemonLink(lambda: self.peer)
         assert isinstance(daemon.receive()[0], Welcome)
         self.control, theirs = Channel.pair()

@@ -172,6 +172,25 @@ def test_a_link_that_ends_while_its_daemon_lives_is_followed_by_another(sidecar,
     assert transfer(sidecar, rank, 2, Kind.LOAD, [9], [5]) == (Outcome.OK, [])
 
 
+def test_a_daemon_that_stood_still_for_longer_than_a_link_bears_finds_its_worker_on_another(sidecar, rank):
+    """SIGSTOP of the daemon for six seconds: loads go on, and the worker says over the new link that all is over."""
+    sidecar.plan(2, Kind.LOAD, [9], [5])
+    sidecar.plan(3, Kind.LOAD, [10], [5])
+    sidecar.daemon.settle()
+    rank.begin(2)
+    assert rank.word() == (2, Outcome.OK)
+    stopped = time.monotonic()
+    rank.socket.settimeout(15)
+    rank.begin(3, ahead=1)
+    assert rank.word() == (3, Outcome.NOT_BEGUN)  # two seconds after the link was given up
+    assert 5 < time.monotonic() - stopped < 12
+    assert sidecar.daemon.greet().worker == WORKER_ID
+    # Said over the first link before it was given up; of the other load the daemon hears no more than `drained`.
+    assert u64(sidecar.daemon.take(Done).jobs).tolist() == [sidecar.job(2)]
+    sidecar.attach()
+    assert transfer(sidecar, rank, 4, Kind.LOAD, [11], [5])[0] is Outcome.OK
+
+
 @pytest.mark.parametrize("answer", ["refused", "larger"])
 def test_a_rank_that_the_next_boot_does_not_seat_finds_another_worker(sidecar, rank, answer):
     """The tether ends, the process too: the rank has its proof and registers anew, where it hears the reason."""
