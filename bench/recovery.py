@@ -65,7 +65,8 @@ def main() -> int:
             del core
         whole = num_slots - num_torn
         print(
-            f"{num_slots:9} slots: {best:6.3f} s ({best / num_slots * 1e6:.2f} us a slot), checksums alone {checks:.3f} s;"
+            f"{num_slots:9} slots: {best:6.3f} s ({best / num_slots * 1e6:.2f} us a slot),"
+            f" checksums alone {checks:.3f} s;"
             f" {ready} of {whole} whole records are keys again"
         )
         if ready != whole:

@@ -7,17 +7,31 @@ import pytest
 
 from kvferry.proto.codec import MESSAGES, pack
 from kvferry.proto.columns import pack_u8, pack_u32, pack_u64
-from kvferry.proto.control import Attach, Goodbye, Hello, RankGone, Register, Rotate, StatusAsk
+from kvferry.proto.control import (
+    Attach,
+    DrainAsk,
+    Drained,
+    Goodbye,
+    Hello,
+    RankGone,
+    Register,
+    ResetAsk,
+    Rotate,
+    StatusAsk,
+)
 from kvferry.proto.hot import Done, Lookup, Renew
-from kvferry.scheduler_daemon.core.api import Send
+from kvferry.scheduler_daemon.core.api import DrainBegun, Send, WorkersListed
 
 from .dummy import Job, S
 
 OF_ROLE: dict[str, list[Any]] = {
     "client": ["step", "step", "step", Lookup, Lookup, Renew, Rotate],
-    "worker": [Done, Done, Done, Done, RankGone, Attach],
-    "admin": [StatusAsk],
-    "anyone": [Hello, Register, Attach, Lookup, "step", Renew, Done, RankGone, Rotate, Goodbye, StatusAsk],
+    "worker": [Done, Done, Done, Done, RankGone, Attach, Drained],
+    "admin": [StatusAsk, ResetAsk, DrainAsk],
+    "anyone": [
+        *[Hello, Register, Attach, Lookup, "step", Renew, Done, RankGone, Rotate, Goodbye, StatusAsk],
+        *[Drained, ResetAsk, DrainAsk],
+    ],
 }
 
 
@@ -56,6 +70,12 @@ def any_message(dice: random.Random, engine: Any, role: str) -> Any:
             key_bytes=8,
             keys=b"".join(Job(1, 1, names, []).keys),
         )
+    if kind is Drained:
+        return Drained(worker=dice.choice([*range(1, 8), 101, 102]), boot=dice.choice([0xB007, 0xB007, 1]))
+    if kind is ResetAsk:
+        return ResetAsk(namespace=dice.choice(["*", "", "0", "f"]))
+    if kind is DrainAsk:
+        return DrainAsk(budget_ms=dice.choice([0, 1000]), resume=dice.random() < 0.7)
     if kind is Renew:
         return Renew(leases=pack_u64(few))
     if kind is Done:
@@ -90,7 +110,7 @@ def any_message(dice: random.Random, engine: Any, role: str) -> Any:
     return kind(salt=b"s") if kind is Rotate else kind()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_no_message_at_any_time_breaks_a_sum_or_raises(worlds, seed):
     dice = random.Random(seed)
     in_flight = dice.choice([1, 1 << 30])
@@ -99,7 +119,14 @@ def test_no_message_at_any_time_breaks_a_sum_or_raises(worlds, seed):
     sound = [(engine.link, "client"), *((link, "worker") for link in engine.worker_link.values())]
     for _ in range(150):
         roll = dice.random()
-        if roll < 0.02:
+        if roll < 0.01:
+            dice.choice(
+                [
+                    lambda: world.step(WorkersListed((1, 2, 101))),
+                    lambda: world.step(DrainBegun(S)),
+                ]
+            )()
+        elif roll < 0.02:
             world.reap(dice.choice([*range(1, 8), 101, 102]))
         elif roll < 0.03:
             world.lose(dice.randrange(1, world._links + 1))

@@ -76,7 +76,7 @@ def test_one_engine_that_is_slow_delays_no_other_ones_deadline(worlds):
 
 
 def test_pending_has_an_end(worlds):
-    """Case 48: a store that never ends is a miss once its deadline is over, and until then the answer says when to ask."""
+    """Case 48: a store that never ends is a miss once its deadline is over; until then: when to ask again."""
     world = worlds(job_ns=2 * S)
     engine = world.engine()
     engine.store(1, 1, [1], [1])

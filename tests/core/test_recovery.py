@@ -64,7 +64,9 @@ def test_a_torn_record_is_a_miss(world, word):
     engine.hold([1, 2], ticket=1)
     assert world.table is not None
     torn = world.table.copy()
-    [slot] = [int(at) for at in np.flatnonzero(torn["state"] == SlotState.READY) if bytes(torn[at]["key"])[:8] == key(1)]
+    [slot] = [
+        int(at) for at in np.flatnonzero(torn["state"] == SlotState.READY) if bytes(torn[at]["key"])[:8] == key(1)
+    ]
     torn.view(np.uint64).reshape(-1, RECORD.itemsize // 8)[slot, word] ^= np.uint64(1 << 40)
     later = world.restart(table=torn)
     engine = back(later)
