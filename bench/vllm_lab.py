@@ -104,10 +104,12 @@ def start_engine(
     block_size: int = 128,
     cores: str = "",
     env: Mapping[str, str] | None = None,
+    program: Path = HERE / "vllm_engine.py",
     **arguments: Any,
 ) -> Engine:
     """Start an engine; `await_ready` on it before use. Several may start side by side.
 
+    `program`: what the child runs; it takes the engine's arguments and a descriptor, as vllm_engine.py does.
     `cores`: VLLM_CPU_OMP_THREADS_BIND; by default one core for each rank, the last ones of this machine.
     """
     count = os.cpu_count() or 1
@@ -138,7 +140,7 @@ def start_engine(
     reading, writing = os.pipe()
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, str(HERE / "vllm_engine.py"), json.dumps(given), str(writing)],
+            [sys.executable, str(program), json.dumps(given), str(writing)],
             stdin=subprocess.PIPE,
             stdout=sink,
             stderr=sink,
@@ -208,7 +210,7 @@ def running_sidecar(run_dir: Path, *, tp_size: int = 1, host_memory: str = "512M
             raise LabError("kvferry did not come up\n" + "\n".join(sidecar.lines[-12:]))
         yield sidecar
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGUSR1)  # as `kvferry down`: nothing is kept
         try:
             process.wait(15)
         except subprocess.TimeoutExpired:

@@ -12,13 +12,14 @@ from typing import Final, Self
 
 from kvferry.net.paths import RunDir
 
+END: Final = signal.SIGUSR1  # what `kvferry down` sends: stop, and keep nothing
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None)
 
 
 def _end_with_parent() -> None:
-    """In the child: SIGTERM if the thread that started it dies, so that even a SIGKILL of the demo leaves nothing."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """In the child: END if the thread that started it dies, so that even a SIGKILL of the demo leaves nothing."""
+    _libc.prctl(PR_SET_PDEATHSIG, END)
 
 
 class SidecarError(RuntimeError):
@@ -39,7 +40,7 @@ class Sidecar:
         self.lines: list[str] = []  # what it said so far
         self.ready_line = ""
         self._ready = threading.Event()
-        # A Ctrl-C while it is being started would lose sight of it. (It inherits the mask; SIGTERM is what ends it.)
+        # A Ctrl-C while it is being started would lose sight of it. (It inherits the mask; END is what ends it.)
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process = subprocess.Popen(
@@ -69,9 +70,9 @@ class Sidecar:
         return self._process.pid
 
     def close(self) -> list[str]:
-        """Stop it as a service manager would; what it left behind, as text: nothing, if all is well."""
+        """Stop it as `kvferry down` would; what it left behind, as text: nothing, if all is well."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(END)
             try:
                 self._process.wait(15.0)
             except subprocess.TimeoutExpired:

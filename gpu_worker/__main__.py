@@ -7,6 +7,7 @@ import signal
 import sys
 from typing import NoReturn
 
+from kvferry import process
 from kvferry.gpu_worker.devices import open_device
 from kvferry.gpu_worker.spare import Options, Worker
 from kvferry.logs import set_up
@@ -32,6 +33,7 @@ def main() -> NoReturn:
     """Run one worker and leave by os._exit: mappings and copy threads go with the process, not with cleanup code."""
     options = parse()
     set_up()
+    process.be_child(f"kvferry-rank-{options.rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, who stops us in order
     # A copy thread that comes back from a copy waits for the interpreter's lock at most this long (default 5 ms).
     sys.setswitchinterval(0.0005)

@@ -138,7 +138,7 @@ class Pool:
             raise ConfigError("pool.open", f"{path} cannot be opened: {error.strerror}") from None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self.pool_bytes, self.instance = _check_header(self._fd, path)
+            self.pool_bytes, self.instance = read_header(self._fd, path)
             total = PAGE_BYTES + self.pool_bytes
             self._mapped = mmap.mmap(self._fd, total, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except BlockingIOError:
@@ -179,7 +179,8 @@ class Pool:
                 self._mapped.close()
 
 
-def _check_header(fd: int, path: Path) -> tuple[int, str]:
+def read_header(fd: int, path: Path) -> tuple[int, str]:
+    """(bytes for slots, instance) of an open pool file; ConfigError if it is none of ours or was cut."""
     raw = os.pread(fd, FILE_HEADER.size, 0)
     if len(raw) < FILE_HEADER.size:
         raise ConfigError("pool.format", f"{path} is no pool file: it has {len(raw)} bytes")

@@ -1,4 +1,7 @@
-"""Stop the sidecar of a run dir, and wait until everything of it is gone."""
+"""Stop the sidecar of a run dir, and wait until everything of it is gone; also what an ended one has kept.
+
+With --keep the pool stays in /dev/shm, and the next `kvferry up` with the same settings finds it warm.
+"""
 
 import argparse
 import os
@@ -8,30 +11,32 @@ import time
 from typing import Final
 
 from kvferry.cli.flags import add_settings, settings_of
+from kvferry.net.paths import RunDir
+from kvferry.supervise import kept, rundir, sweep
 from kvferry.supervise.rundir import read_lock
 
-HELP = "stop the sidecar"
-WAIT_S: Final = 20.0  # the supervisor's own bounds for its children end after 9 s
+HELP = "stop the sidecar, and remove what one has kept"
+WAIT_S: Final = 20.0  # the supervisor's own bounds end after 3 s for copies and 9 s for its children
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where."""
+    """Where, and whether to keep."""
     add_settings(parser, ["run_dir"])
+    parser.add_argument("--keep", action="store_true", help="keep the pool for the next `kvferry up`")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """SIGTERM to the holder of the lock; 1 if there is none or it does not end."""
+    """Tell the holder of the lock to stop; 1 if there is nothing to stop or remove, or it does not end."""
     run_dir = settings_of(arguments).directory()
     holder = read_lock(run_dir)
     if holder is None:
-        print(f"no kvferry runs at {run_dir.path}", file=sys.stderr)
-        return 1
+        return _remove_kept(run_dir, arguments.keep)
     pid = holder[0]
     try:
         pidfd = os.pidfd_open(pid)
         # Asked again with the process held: if the lock is still taken by this pid, it is no stranger's number.
         if read_lock(run_dir) == holder or (read_lock(run_dir) or (0,))[0] == pid:
-            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM if arguments.keep else signal.SIGUSR1)
         os.close(pidfd)
     except (OSError, ValueError) as error:
         print(f"cannot signal kvferry (pid {pid}) at {run_dir.path}: {error}", file=sys.stderr)
@@ -40,8 +45,29 @@ def run(arguments: argparse.Namespace) -> int:
     end = time.monotonic() + WAIT_S
     while time.monotonic() < end:
         if read_lock(run_dir) is None:
-            print(f"kvferry (pid {pid}) at {run_dir.path} is down")
+            left = kept.look(run_dir) if arguments.keep else None
+            print(f"kvferry (pid {pid}) at {run_dir.path} is down" + (f"; kept: {left}" if left else ""))
             return 0
         time.sleep(0.05)
     print(f"kvferry (pid {pid}) at {run_dir.path} was told to stop but still runs after {WAIT_S:g} s", file=sys.stderr)
     return 1
+
+
+def _remove_kept(run_dir: RunDir, keep: bool) -> int:
+    found = kept.look(run_dir)
+    if found is None or keep:
+        said = f"; kept: {found}" if found else ""
+        print(f"no kvferry runs at {run_dir.path}{said}", file=sys.stderr)
+        return 1
+    created = rundir.make_private(run_dir)
+    lock = rundir.Lock(run_dir)  # nobody starts on it meanwhile
+    try:
+        for line in sweep.free_files(run_dir):
+            print(line, file=sys.stderr)
+        rundir.remove_files(run_dir)
+    finally:
+        lock.release()
+        if created:
+            rundir.remove_if_empty(run_dir)
+    print(f"no kvferry runs at {run_dir.path}; removed what was kept: {found}")
+    return 0

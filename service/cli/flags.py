@@ -13,6 +13,10 @@ def add_settings(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
         field = Settings.model_fields[name]
         kind = field.annotation
         choices = [str(value) for value in get_args(kind)] if get_origin(kind) is Literal else None
+        if kind is bool:
+            text = f"{field.description} [{ENV_PREFIX}{name.upper()}]"
+            parser.add_argument("--" + name.replace("_", "-"), dest=name, action="store_true", default=None, help=text)
+            continue
         default = "" if field.default is None else f" (default {describe_default(name)})"
         parser.add_argument(
             "--" + name.replace("_", "-"),

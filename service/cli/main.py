@@ -12,7 +12,7 @@ from typing import Final
 
 from kvferry.proto.errors import ConfigError, KvferryError
 
-COMMANDS: Final = ("up", "status", "down", "demo", "version")
+COMMANDS: Final = ("up", "status", "reset", "drain", "down", "demo", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvferry.cli.ask import ask_status
 from kvferry.cli.flags import add_settings, settings_of
+from kvferry.supervise import kept
 from kvferry.supervise.rundir import SERVING, read_lock
 
 HELP = "show what the sidecar holds and does"
@@ -22,12 +23,21 @@ def run(arguments: argparse.Namespace) -> int:
     """Ask, print; 1 if nobody answers."""
     run_dir = settings_of(arguments).directory()
     holder = read_lock(run_dir)
+    held = kept.look(run_dir)
     if holder is None:
-        return _absent(arguments.json, f"no kvferry runs at {run_dir.path}", "absent")
+        text = f"no kvferry runs at {run_dir.path}"
+        if held is not None and not held.unusable:
+            text += f"\n  kept for the next `kvferry up`: {held}; `kvferry down` removes it"
+        elif held is not None:
+            text += f"\n  left behind: {held}, of no use ({held.unusable}); the next `up` or `down` removes it"
+        return _absent(arguments.json, text, "absent", held)
     pid, doing = holder
     if doing != SERVING:
-        return _absent(arguments.json, f"kvferry (pid {pid}) at {run_dir.path} is {doing}", doing)
+        return _absent(arguments.json, f"kvferry (pid {pid}) at {run_dir.path} is {doing}", doing, held)
     status = {"state": doing, "run_dir": str(run_dir.path), "pid": pid, **ask_status(run_dir)}
+    if held is not None:
+        # What a start after a crash or a SIGTERM would find at this moment.
+        status["kept"] = held.as_dict()
     if arguments.json:
         print(json.dumps(status, indent=2))
     else:
@@ -35,9 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _absent(as_json: bool, text: str, state: str) -> int:
+def _absent(as_json: bool, text: str, state: str, held: kept.Kept | None) -> int:
     if as_json:
-        print(json.dumps({"state": state, "text": text}))
+        kept_there = held.as_dict() if held is not None else None
+        print(json.dumps({"state": state, "text": text, "kept": kept_there}))
     else:
         print(text, file=sys.stderr)
     return 1

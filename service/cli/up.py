@@ -1,7 +1,8 @@
 """Start a sidecar and watch it: one daemon, a ready worker for each rank, and the pool in /dev/shm.
 
-It stays in the foreground and says one line when it is ready. Ctrl-C or SIGTERM stops everything and leaves
-nothing behind. Settings come from flags, then the environment, then a TOML file, then defaults.
+It stays in the foreground and says one line when it is ready. Ctrl-C stops everything and leaves nothing behind;
+SIGTERM stops everything and keeps the pool, so that the next start is warm. Settings come from flags, then the
+environment, then a TOML file, then defaults.
 """
 
 import argparse

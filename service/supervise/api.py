@@ -54,10 +54,18 @@ class KillWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class AtRest:
+    """The daemon admits nothing any more and nothing is in flight."""
+
+    child: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
-    """A person or the system wants an end."""
+    """A person or the system wants an end: in good order, or at once if it is wanted again."""
 
     why: str
+    keep: bool = True  # the pool, for the next `kvferry up`
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,7 @@ class TimePassed:
     """Look at the bounds."""
 
 
-Event: TypeAlias = Begin | Spawned | Ready | Taken | Exited | KillWanted | Stop | TimePassed
+Event: TypeAlias = Begin | Spawned | Ready | Taken | Exited | KillWanted | AtRest | Stop | TimePassed
 
 # ---- actions ---------------------------------------------------------------------------------------
 
@@ -108,11 +116,6 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class FreshPool:
-    """All children are reaped: drop the pool and the table and make an empty pool. Then say Begin."""
-
-
-@dataclass(frozen=True, slots=True)
 class TellReady:
     """Everything serves; `again` after the daemon was lost."""
 
@@ -132,6 +135,7 @@ class Finish:
 
     code: int
     text: str
+    keep: bool = True  # the pool, if anything is in it
 
 
-Action: TypeAlias = SpawnDaemon | SpawnWorker | Tell | Terminate | Kill | FreshPool | TellReady | Note | Finish
+Action: TypeAlias = SpawnDaemon | SpawnWorker | Tell | Terminate | Kill | TellReady | Note | Finish

@@ -1,20 +1,21 @@
 """What the supervisor decides: who is started, killed, told and given up. Pure; the shell is `shell.py`.
 
-              Begin                    daemon ready, a spare for each rank
-    IDLE ──────────────▶ STARTING ──────────────────────────────────────────▶ SERVING
-                           │  ▲                                                  │
-       a child dies before │  │ all workers reaped: fresh pool                   │ the daemon dies
-       the first ready     │  │                                                  ▼
-                           │ EMPTYING ◀───────────────────────────────────────────
-                           ▼
-    STOPPING (told, then SIGTERM, then SIGKILL) ──── all reaped ────▶ OVER (exit code)
+              Begin                    daemon ready, a spare for each rank           the daemon dies
+    IDLE ──────────────▶ STARTING ──────────────────────────────────────▶ SERVING ──────────────────▶ RESTARTING
+                           │                                                │  ▲                          │
+       a child dies before │                                           Stop │  └── another one is ready ──┘
+       the first ready     │                                                ▼
+                           ▼                 at rest, bound, second Stop  DRAINING
+    OVER (exit code) ◀── STOPPING (told, then SIGTERM, then SIGKILL) ◀──────┘
+          all reaped
 
 Rules
 - One worker per rank is on its way or ready (the spare); when an engine's rank takes it, the next is started.
 - A taken worker's end is ordinary: its rank went away, or it died and the rank comes back to the spare. It is
   told to the daemon after the reap, never before: the reap is the daemon's proof.
-- The daemon's death ends everything that knew it: workers are told to stop and reaped, the pool is dropped, and
-  all start anew with an empty one. Engines go on with misses and attach again by themselves.
+- The daemon's death ends nobody else: another one is started and told first of all who lives; the workers find
+  it by themselves, and what the pool holds is served again.
+- A stop is a drain first: nothing new is admitted, loads end, stores have a budget. Then all are told to end.
 - A child that dies before the first ready line would die again: give up at once. Later, more than
   `restarts` deaths of daemon or spares within `window_ns` give up. A taken worker's death is not counted:
   one engine's trouble must not end the sidecar of its neighbours; instead the next spare of that rank waits.
@@ -28,11 +29,11 @@ from typing import Any
 
 from kvferry.supervise.api import (
     Action,
+    AtRest,
     Begin,
     Event,
     Exited,
     Finish,
-    FreshPool,
     Kill,
     KillWanted,
     Note,
@@ -57,9 +58,13 @@ class Phase(Enum):
     IDLE = "idle"
     STARTING = "starting"
     SERVING = "serving"
-    EMPTYING = "emptying"  # the daemon is lost; its workers end
+    RESTARTING = "restarting"  # the daemon is lost, another one is on its way; the workers stay
+    DRAINING = "draining"
     STOPPING = "stopping"
     OVER = "over"
+
+
+_ALIVE = (Phase.STARTING, Phase.SERVING, Phase.RESTARTING)
 
 
 class Life(Enum):
@@ -89,6 +94,8 @@ class Rules:
     tp_size: int
     restarts: int = 5
     window_ns: int = 30_000_000_000
+    drain_ns: int = 3_000_000_000  # from the wish to stop to the stop itself, at most
+    store_budget_ms: int = 2_000  # of that, what running stores are given
     term_ns: int = 2_000_000_000  # from stop to SIGTERM; workers drain for at most one second
     kill_ns: int = 4_000_000_000  # from stop to SIGKILL
     leave_ns: int = 9_000_000_000  # from stop to leaving an unkillable child behind
@@ -118,6 +125,8 @@ class Supervisor:
     _failures: deque[int] = field(default_factory=deque)
     _ending: _Ending | None = None
     _spare_at: dict[int, int] = field(default_factory=dict)  # rank -> when its next spare may start
+    _drained_by: int = 0  # when DRAINING is over
+    _keep: bool = True
     _code: int = 0
     _why: str = ""
 
@@ -141,14 +150,18 @@ class Supervisor:
                 return self._exited(child, status, now_ns)
             case KillWanted(worker, why):
                 return self._kill_wanted(worker, why)
-            case Stop(why):
-                return self._stop(0, why, now_ns)
+            case AtRest(child):
+                return self._at_rest(child, now_ns)
+            case Stop(why, keep):
+                return self._wish_to_stop(why, keep, now_ns)
             case TimePassed():
                 return self._time(now_ns)
 
     def next_due_ns(self) -> int | None:
         """When TimePassed has something to do."""
-        due = list(self._spare_at.values()) if self.phase in (Phase.STARTING, Phase.SERVING) else []
+        due = list(self._spare_at.values()) if self.phase in _ALIVE else []
+        if self.phase is Phase.DRAINING:
+            due.append(self._drained_by)
         if self._ending:
             e, r = self._ending, self.rules
             bound = r.term_ns if not e.terminated else r.kill_ns if not e.killed else r.leave_ns
@@ -166,12 +179,12 @@ class Supervisor:
 
     def _ready(self, child: int, now_ns: int) -> list[Action]:
         one = self.children.get(child)
-        if one is None or one.life is not Life.STARTING or self.phase not in (Phase.STARTING, Phase.SERVING):
+        if one is None or one.life is not Life.STARTING or self.phase not in _ALIVE:
             return []
         one.life = Life.SPARE
         actions = self._spawn_spares(now_ns) if one.rank < 0 else []
         actions += self._tell_workers()
-        if self.phase is Phase.STARTING and self._complete():
+        if self.phase is not Phase.SERVING and self._complete():
             self.phase = Phase.SERVING
             actions.append(TellReady(again=self._served))
             self._served = True
@@ -190,7 +203,7 @@ class Supervisor:
 
     def _spawn_spares(self, now_ns: int) -> list[Action]:
         """Start a worker for each rank that has none on its way or ready."""
-        if self.phase not in (Phase.STARTING, Phase.SERVING) or self._daemon() is None:
+        if self.phase not in _ALIVE or self._daemon() is None:
             return []
         actions: list[Action] = []
         covered = {c.rank for c in self.children.values() if c.life is not Life.TAKEN}
@@ -208,10 +221,12 @@ class Supervisor:
         if one is None:
             return []
         name = "daemon" if one.rank < 0 else f"rank {one.rank} worker {child:016x}"
-        if self.phase in (Phase.STOPPING, Phase.EMPTYING):
-            return self._ended(now_ns)
+        if self.phase is Phase.STOPPING:
+            return self._ended()
         if one.rank >= 0 and status != 0:
             self.workers_died += 1
+        if self.phase is Phase.DRAINING:
+            return self._reaped(one) if one.rank >= 0 else self._end_all(now_ns)
         if not self._served:
             return [
                 *self._reaped(one),
@@ -237,10 +252,11 @@ class Supervisor:
         self.restarts += 1
         if self._too_many(now_ns):
             return self._give_up("daemon", status, now_ns)
-        self.phase = Phase.EMPTYING
-        self._spare_at.clear()
-        note = Note(f"daemon {_how(status)}; its workers end, then all start anew with an empty pool")
-        return [note, *self._end_all(now_ns)]
+        self.phase = Phase.RESTARTING
+        return [
+            Note(f"daemon {_how(status)}; another one starts, the workers and what the pool holds stay"),
+            SpawnDaemon(self._new_child(-1)),
+        ]
 
     def _too_many(self, now_ns: int) -> bool:
         self._failures.append(now_ns)
@@ -265,32 +281,50 @@ class Supervisor:
 
     # ---- ending --------------------------------------------------------------------------------------
 
+    def _wish_to_stop(self, why: str, keep: bool, now_ns: int) -> list[Action]:
+        """Drain if anything is served; a second wish ends the drain."""
+        if self.phase is Phase.DRAINING:
+            return self._end_all(now_ns)
+        if self.phase is Phase.STOPPING:
+            return []
+        self._keep = keep
+        daemon = self._daemon()
+        if not self._served or daemon is None or daemon.life is Life.STARTING:
+            return self._stop(0, why, now_ns)
+        self.phase, self._why = Phase.DRAINING, why
+        self._drained_by = now_ns + self.rules.drain_ns
+        return [Tell(daemon.id, {"event": "drain", "budget_ms": self.rules.store_budget_ms})]
+
+    def _at_rest(self, child: int, now_ns: int) -> list[Action]:
+        daemon = self._daemon()
+        known = self.phase is Phase.DRAINING and daemon is not None and daemon.id == child
+        return self._end_all(now_ns) if known else []
+
     def _stop(self, code: int, why: str, now_ns: int) -> list[Action]:
         if self.phase is Phase.STOPPING:
             return []
         self._code, self._why = code, why
-        self.phase = Phase.STOPPING
         return self._end_all(now_ns)
 
     def _end_all(self, now_ns: int) -> list[Action]:
+        self.phase = Phase.STOPPING
         self._ending = _Ending(now_ns)
         tell: list[Action] = [Tell(child, {"event": "stop"}) for child in self.children]
-        return tell + self._ended(now_ns)
+        return tell + self._ended()
 
-    def _ended(self, now_ns: int) -> list[Action]:
-        """Go on once nobody is left."""
+    def _ended(self) -> list[Action]:
+        """Over once nobody is left."""
         if self.children:
             return []
         self._ending = None
-        if self.phase is Phase.EMPTYING:
-            self.phase = Phase.IDLE
-            return [FreshPool()]
         self.phase = Phase.OVER
-        return [Finish(self._code, self._why)]
+        return [Finish(self._code, self._why, self._keep)]
 
     def _time(self, now_ns: int) -> list[Action]:
         e, r = self._ending, self.rules
         if e is None:
+            if self.phase is Phase.DRAINING and now_ns >= self._drained_by:
+                return self._end_all(now_ns)
             return self._spawn_spares(now_ns)
         if not e.terminated and now_ns >= e.since + r.term_ns:
             e.terminated = True
@@ -301,7 +335,8 @@ class Supervisor:
         if e.killed and now_ns >= e.since + r.leave_ns:
             left = ", ".join(str(child.pid) for child in self.children.values())
             self.phase = Phase.OVER
-            return [Finish(1, f"left behind children that do not die (pids {left}); their pool file may stay in use")]
+            text = f"left behind children that do not die (pids {left}); their pool file may stay in use"
+            return [Finish(1, text, self._keep)]
         return []
 
     # ---- words ---------------------------------------------------------------------------------------

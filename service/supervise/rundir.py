@@ -1,16 +1,15 @@
-"""The run directory of one sidecar: made, locked, swept, filled with listeners, and left as it was found."""
+"""The run directory of one sidecar: made, locked, filled with listeners, and left as it was found."""
 
 import contextlib
 import fcntl
 import os
 import socket
 import stat
-import time
 from pathlib import Path
 
 from kvferry.net.paths import RunDir
 from kvferry.proto.errors import ConfigError
-from kvferry.units import format_bytes
+from kvferry.supervise import kept
 
 SERVING = "serving"  # what the lock file says when the daemon answers
 
@@ -98,45 +97,6 @@ def read_lock(run_dir: RunDir) -> tuple[int, str] | None:
     return None
 
 
-def sweep(run_dir: RunDir, patience_s: float = 5.0) -> list[str]:
-    """Remove what a killed sidecar left under our own name; one line for each file in /dev/shm.
-
-    Called with the run dir's lock held. Children of a killed sidecar end within a second or two, and hold
-    their files until then: they are waited for, `patience_s` at most, then ConfigError names the file.
-    """
-    give_up = time.monotonic() + patience_s
-    lines = []
-    for path in own_shm_files(run_dir):
-        with path.open("rb") as file:
-            while not _free(file.fileno()):
-                if time.monotonic() > give_up:
-                    raise ConfigError(
-                        "pool.in_use",
-                        f"{path} is still held by a process of an earlier kvferry of {run_dir.path}",
-                        f"wait for it to end, or end it: `fuser {path}` names it",
-                    )
-                time.sleep(0.05)
-            lines.append(f"removed {path}, {format_bytes(path.stat().st_size)}, left by a kvferry that was killed")
-            path.unlink()
-    for path in [run_dir.daemon, run_dir.tether, *run_dir.path.glob("rank-*.sock")]:
-        path.unlink(missing_ok=True)
-    return lines
-
-
-def _free(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def own_shm_files(run_dir: RunDir) -> list[Path]:
-    """Pool and table files of this instance that exist."""
-    table = run_dir.table
-    return sorted(table.parent.glob(table.name.removesuffix("table") + "*"))
-
-
 def listen(path: Path) -> socket.socket:
     """A private stream listener; non-blocking, because several spares accept from it."""
     path.unlink(missing_ok=True)
@@ -151,17 +111,16 @@ def listen(path: Path) -> socket.socket:
     return sock
 
 
-def remove_shm_files(run_dir: RunDir) -> None:
-    """Drop the pool and the table. Only when no process of ours maps them any more."""
-    for path in own_shm_files(run_dir):
-        path.unlink(missing_ok=True)
-
-
 def clean_up(run_dir: RunDir) -> None:
-    """Remove everything of this instance but the lock and the directory."""
+    """Remove all sockets."""
     for path in [run_dir.daemon, run_dir.tether, *run_dir.path.glob("rank-*.sock")]:
         path.unlink(missing_ok=True)
-    remove_shm_files(run_dir)
+
+
+def remove_files(run_dir: RunDir) -> None:
+    """Drop the pool and the table. Only when no process of ours maps them any more."""
+    for path in kept.own_files(run_dir):
+        path.unlink(missing_ok=True)
 
 
 def remove_if_empty(run_dir: RunDir) -> None:

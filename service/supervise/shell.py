@@ -3,8 +3,8 @@
     the run dir and its lock · the pool files · the ranks' listeners · every child's reap
 
 One thread, one selector over control channels, pidfds and signals. All that can be wrong with the machine or
-the settings is found before anything is made; what is made is removed on every way out but SIGKILL, and
-the next start sweeps what that left.
+the settings is found before anything is made. The pool and its table outlive us on every way out but Ctrl-C and
+`kvferry down`; everything else goes, and what a SIGKILL leaves of it the next start sweeps.
 """
 
 import logging
@@ -21,16 +21,17 @@ from typing import Any, Final
 from kvferry.gpu_worker import pool
 from kvferry.logs import LEVEL_ENV
 from kvferry.net.paths import RunDir
+from kvferry.process import name_process
 from kvferry.proto.limits import PAGE_BYTES
 from kvferry.settings import Settings
-from kvferry.supervise import memory, rundir
+from kvferry.supervise import kept, memory, rundir, sweep
 from kvferry.supervise.api import (
     Action,
+    AtRest,
     Begin,
     Event,
     Exited,
     Finish,
-    FreshPool,
     Kill,
     KillWanted,
     Note,
@@ -53,12 +54,15 @@ from kvferry.units import format_bytes
 
 log = logging.getLogger("kvferry.up")
 
-STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Which stop signals keep the pool. A service manager's restart is warm, a person's Ctrl-C leaves nothing, and
+# SIGUSR1 is how `kvferry down` says that nothing shall be left.
+STOP_SIGNALS: Final = {signal.SIGINT: False, signal.SIGTERM: True, signal.SIGHUP: True, signal.SIGUSR1: False}
 # What `kvferry status` is told, through the lock file, of each phase.
 SAYS: Final = {
     Phase.STARTING: "starting its processes",
     Phase.SERVING: SERVING,
-    Phase.EMPTYING: "starting again: the daemon died",
+    Phase.RESTARTING: "starting again: the daemon died",
+    Phase.DRAINING: "stopping: running copies end",
     Phase.STOPPING: "stopping",
 }
 # (file, bytes for slots, instance, progress(done, total)): `kvferry.gpu_worker.pool.create`, or a stand-in
@@ -112,36 +116,42 @@ class Sidecar:
         self._settings = settings
         self._run_dir: RunDir = settings.directory()
         self._make_pool = make_pool
-        self._core = Supervisor(Rules(tp_size=settings.tp_size), new_id=_random_id)
+        self._core = Supervisor(Rules(tp_size=settings.tp_size, restarts=settings.restarts), new_id=_random_id)
         self._processes: dict[int, Process] = {}
         self._listeners: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         self._started = time.monotonic()
         self._finish: Finish | None = None
+        self._adopted = False  # the pool is one that an earlier run kept
 
     def run(self) -> int:
         """Serve until stopped; the exit code. ConfigError before anything was started if it cannot work."""
+        name_process("kvferry-up")
         created = rundir.make_private(self._run_dir)
         self._lock = rundir.Lock(self._run_dir)
         self._signals = Signals()
+        s = self._settings
         try:
-            for line in rundir.sweep(self._run_dir):
+            self._adopted, lines = sweep.take_over(self._run_dir, s.tp_size, s.rank_bytes - PAGE_BYTES)
+            for line in lines:
                 log.info("%s", line)
-            memory.check(self._settings.rank_bytes * self._settings.tp_size, memory.read_machine())
-            self._make_pools()
+            if not self._adopted:
+                memory.check(s.rank_bytes * s.tp_size, memory.read_machine())
+                self._make_pools()
             self._listeners = [rundir.listen(self._run_dir.rank(r)) for r in range(self._settings.tp_size)]
             self._selector.register(self._signals, selectors.EVENT_READ)
             self._serve()
         except Interrupted:
-            self._finish = Finish(0, "stopped while starting")
+            self._finish = Finish(0, "while it was starting", keep=self._keeps())
         finally:
-            for process in self._processes.values():  # none, unless we fail ourselves
-                process.signal(signal.SIGKILL)
+            for child in self._processes.values():  # none, unless we fail ourselves
+                child.signal(signal.SIGKILL)
             for listener in self._listeners:
                 listener.close()
             self._selector.close()
             self._signals.close()
             rundir.clean_up(self._run_dir)
+            left = self._leave_pool()
             self._lock.release()
             if created:
                 rundir.remove_if_empty(self._run_dir)
@@ -150,7 +160,22 @@ class Sidecar:
             print(f"kvferry: {self._finish.text}", file=sys.stderr)  # noqa: T201
         else:
             log.info("stopped: %s", self._finish.text)
+        log.info("%s", left)
         return self._finish.code
+
+    def _leave_pool(self) -> str:
+        """Keep the pool or drop it; the line that says so."""
+        found = kept.look(self._run_dir)
+        keep = self._finish is None or self._finish.keep
+        if found is not None and keep and not found.unusable:
+            return f"kept for the next `kvferry up`: {found}; `kvferry down` removes it"
+        rundir.remove_files(self._run_dir)
+        return "nothing is kept"
+
+    def _keeps(self) -> bool:
+        """Whether the signal that came, if any, leaves the pool."""
+        got = self._signals.got
+        return got is None or STOP_SIGNALS[got] or (self._settings.keep and got is signal.SIGINT)
 
     # ---- the loop ------------------------------------------------------------------------------------
 
@@ -172,8 +197,9 @@ class Sidecar:
     def _readable(self, data: tuple[str, int] | None) -> None:
         if data is None:
             self._signals.drain()
-            if self._signals.got:
-                self._do(Stop(f"on {self._signals.got.name}"))
+            got = self._signals.got
+            if got:
+                self._do(Stop("by `kvferry down`" if got is signal.SIGUSR1 else f"on {got.name}", self._keeps()))
             return
         what, child = data
         process = self._processes.get(child)
@@ -194,6 +220,8 @@ class Sidecar:
                     self._do(Ready(child))
                 case "taken":
                     self._do(Taken(child, str(said.get("engine", ""))))
+                case "drained":
+                    self._do(AtRest(child))
                 case "kill":
                     self._do(KillWanted(int(said["worker"]), str(said.get("why", ""))))
                 case other:
@@ -230,10 +258,6 @@ class Sidecar:
                 self._processes[child].signal(signal.SIGTERM)
             case Kill(child):
                 self._processes[child].signal(signal.SIGKILL)
-            case FreshPool():
-                rundir.remove_shm_files(self._run_dir)
-                self._make_pools()
-                self._do(Begin())
             case TellReady(again):
                 self._tell_ready(again)
             case Note(text):
@@ -297,7 +321,8 @@ class Sidecar:
 
     def _tell_ready(self, again: bool) -> None:
         s = self._settings
-        took = "again, with an empty pool" if again else f"in {time.monotonic() - self._started:.1f} s"
+        took = f"in {time.monotonic() - self._started:.1f} s" + (", with what was kept" if self._adopted else "")
+        took = "again, with what the pool holds" if again else took
         ranks = "1 rank" if s.tp_size == 1 else f"{s.tp_size} ranks"
         print(  # noqa: T201
             f"kvferry ready: run dir {self._run_dir.path}, {ranks} x {format_bytes(s.rank_bytes)}"

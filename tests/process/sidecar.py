@@ -147,7 +147,7 @@ class Sidecar:
 
     # ---- deeds ---------------------------------------------------------------------------------------
 
-    def stop(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 15.0) -> int:
+    def stop(self, number: signal.Signals = signal.SIGINT, timeout_s: float = 15.0) -> int:
         """Signal the supervisor and wait; its exit code."""
         self.children()
         if self._process.poll() is None:
@@ -160,8 +160,8 @@ class Sidecar:
         self._reader.join(5)
         return code
 
-    def kill(self) -> None:
-        """SIGKILL to the supervisor and whatever it leaves behind; no questions asked."""
+    def kill(self, *, files: bool = True) -> None:
+        """SIGKILL to the supervisor and whatever it leaves behind; no questions asked. Its `files` go too."""
         self.children()
         self._process.kill()
         self._process.wait()
@@ -169,7 +169,8 @@ class Sidecar:
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
         self._reader.join(5)
-        for path in RunDir.at(self.run_dir).table.parent.glob(f"kvferry-{RunDir.at(self.run_dir).instance}*"):
+        where = RunDir.at(self.run_dir)
+        for path in where.table.parent.glob(f"kvferry-{where.instance}*") if files else ():
             path.unlink(missing_ok=True)
         self._temporary.cleanup()
 

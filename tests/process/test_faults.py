@@ -35,36 +35,6 @@ def round_trip(engine: TinyEngine, name: str) -> None:
     assert engine.bytes_of(others) == before
 
 
-def test_a_killed_daemon_comes_back_with_a_new_boot_and_an_empty_pool_and_the_engine_attaches_by_itself(
-    sidecar: Sidecar,
-) -> None:
-    """Case 45: the way back is the way in, with the same code, in the background."""
-    with TinyEngine(sidecar) as engine:
-        assert engine.client.wait_attached(30)
-        round_trip(engine, "first")
-        boot = sidecar.status()["boot"]
-        os.kill(sidecar.daemon(), signal.SIGKILL)
-        until(lambda: not attached(engine), what="the loss was noticed")
-        # Meanwhile the engine lives on misses.
-        assert engine.hits("meanwhile", keys_of("first", 3)) == 0
-        until(lambda: attached(engine), 20, "attached again")
-        status = sidecar.status()
-        assert status["boot"] != boot
-        assert engine.hits("after", keys_of("first", 3)) == 0
-        round_trip(engine, "second")
-        assert any("again, with an empty pool" in line for line in sidecar.lines)
-
-
-def test_a_daemon_may_die_several_times(sidecar: Sidecar) -> None:
-    with TinyEngine(sidecar) as engine:
-        for turn in range(3):
-            until(lambda: attached(engine), 20, f"attached, turn {turn}")
-            round_trip(engine, "x" * (turn + 1))
-            os.kill(sidecar.daemon(), signal.SIGKILL)
-            until(lambda: not attached(engine), what=f"the loss was noticed, turn {turn}")
-        until(lambda: attached(engine), 20, "attached at last")
-
-
 def test_a_killed_worker_is_replaced_and_its_rank_attaches_to_the_spare_within_the_same_registration(
     sidecar: Sidecar,
 ) -> None:
@@ -170,17 +140,3 @@ def test_an_engine_that_starts_before_its_sidecar_runs_on_misses_and_attaches_by
             assert sidecar.status()["links"]["client"] == 1
         until(lambda: not attached(engine), 10, "the sidecar's end was noticed")
         assert engine.hits("last", keys_of("x", 3)) == 0
-
-
-def test_a_daemon_that_keeps_dying_is_given_up_in_one_line_and_nothing_is_left() -> None:
-    sidecar = Sidecar(tp_size=1)
-    try:
-        for _ in range(6):
-            [daemon] = until(lambda: sidecar.pids_of("kvferry.scheduler_daemon"), 10, "a daemon")
-            os.kill(daemon, signal.SIGKILL)
-            until(lambda pid=daemon: not alive(pid), 10)  # type: ignore[misc]
-        assert sidecar.wait() == 1
-        assert "kvferry: giving up: 6 children died within 30 s, the last: daemon ended by signal 9" in sidecar.lines
-        assert sidecar.leftovers() == []
-    finally:
-        sidecar.kill()

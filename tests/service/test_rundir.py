@@ -1,8 +1,6 @@
-"""The run directory: who may use it, who holds it, and what is swept."""
+"""The run directory: who may use it, and who holds it."""
 
-import fcntl
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -63,46 +61,14 @@ def test_a_lock_file_that_nobody_holds_is_no_sidecar(run_dir: RunDir) -> None:
     rundir.Lock(run_dir).release()
 
 
-def test_the_sweep_takes_our_own_files_and_no_others(run_dir: RunDir) -> None:
-    """Case 32."""
-    run_dir.pool(0).write_bytes(bytes(4096))
-    run_dir.table.write_bytes(b"")
-    stranger = run_dir.table.parent / "kvferry-0123456789-r0"
-    stranger.write_bytes(b"")
-    run_dir.daemon.write_bytes(b"")
-    run_dir.rank(1).write_bytes(b"")
-    (run_dir.path / "notes.txt").write_text("mine")
-    lines = rundir.sweep(run_dir)
-    assert len(lines) == 2
-    assert f"removed {run_dir.pool(0)}, 4.0 KiB, left by a kvferry that was killed" in lines
-    assert list(run_dir.path.iterdir()) == [run_dir.path / "notes.txt"]
-    assert list(run_dir.table.parent.iterdir()) == [stranger]
-
-
-def test_a_pool_that_a_process_still_maps_is_never_taken_from_it(run_dir: RunDir) -> None:
-    run_dir.pool(0).write_bytes(b"")
-    with run_dir.pool(0).open() as held:
-        fcntl.flock(held, fcntl.LOCK_SH)
-        with pytest.raises(ConfigError, match=r"pool\.in_use"):
-            rundir.sweep(run_dir, patience_s=0.0)
-        assert run_dir.pool(0).exists()
-
-
-def test_a_process_that_is_just_ending_is_waited_for(run_dir: RunDir) -> None:
-    run_dir.pool(0).write_bytes(b"")
-    held = run_dir.pool(0).open()
-    fcntl.flock(held, fcntl.LOCK_SH)
-    timer = threading.Timer(0.1, held.close)
-    timer.start()
-    assert len(rundir.sweep(run_dir, patience_s=10)) == 1
-    timer.join()
-
-
 def test_cleaning_up_leaves_what_is_not_ours(run_dir: RunDir) -> None:
     run_dir.pool(0).write_bytes(b"")
     run_dir.tether.write_bytes(b"")
     rundir.clean_up(run_dir)
+    assert run_dir.pool(0).exists()
+    rundir.remove_files(run_dir)
     rundir.remove_if_empty(run_dir)
+    assert not run_dir.pool(0).exists()
     assert not run_dir.path.exists()
     run_dir.path.mkdir()
     (run_dir.path / "kvferry.toml").write_text("")

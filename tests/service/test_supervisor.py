@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 from kvferry.supervise.api import (
     Action,
+    AtRest,
     Begin,
     Event,
     Exited,
     Finish,
-    FreshPool,
     Kill,
     KillWanted,
     Note,
@@ -168,30 +168,51 @@ def test_a_child_that_dies_before_the_first_ready_ends_the_start_with_its_name()
         assert "exited with code 1 before kvferry was ready" in finish.text
 
 
-def test_a_dead_daemon_ends_its_workers_then_the_pool_is_made_anew_and_all_start_again() -> None:
+def test_a_dead_daemon_is_replaced_at_once_and_nobody_else_ends() -> None:
+    """Case 45."""
     drill = Drill().serve()
-    drill.do(Taken(drill.spares[0], "a"))
+    taken = drill.spares[0]
+    drill.do(Taken(taken, "a"))
     drill.do(Ready(drill.spares[0]))
-    drill.do(Exited(drill.daemon, -9))
-    assert len(drill.told("stop")) == 3
-    assert not drill.of(FreshPool), "a worker that still lives may write into the pool"
-    drill.end_all()
-    assert drill.last == [FreshPool()]
-    drill.spares.clear()
-    drill.do(Begin())
+    dead = drill.daemon
+    drill.do(Exited(dead, -9))
+    assert drill.daemon != dead
+    assert not drill.told("stop")
+    assert not drill.of(Kill)
+    assert drill.core.phase is Phase.RESTARTING
     drill.do(Ready(drill.daemon))
-    for child in list(drill.spares.values()):
-        drill.do(Ready(child))
     assert drill.of(TellReady) == [TellReady(again=True)]
+    assert drill.core.phase is Phase.SERVING
     assert drill.core.restarts == 1
+
+
+def test_the_first_that_a_new_daemon_hears_is_who_lives() -> None:
+    drill = Drill().serve()
+    living = {*drill.spares.values()}
+    drill.do(Taken(drill.spares[0], "a"))
+    living.add(drill.spares[0])
+    drill.core.step(Exited(drill.daemon, -9), drill.now)
+    [new] = [child for child in drill.core.children.values() if child.rank < 0]
+    first = drill.core.step(Spawned(new.id, 4000), drill.now)[0]
+    assert isinstance(first, Tell)
+    assert first.child == new.id
+    assert first.message["event"] == "workers"
+    assert {worker["worker"] for worker in first.message["workers"]} == living
+
+
+def test_a_worker_that_dies_while_the_daemon_is_away_is_told_to_the_next_one_as_reaped() -> None:
+    drill = Drill().serve()
+    taken = drill.spares[0]
+    drill.do(Taken(taken, "a"))
+    drill.do(Exited(drill.daemon, -9))
+    drill.do(Exited(taken, -11))
+    assert [a for a in drill.of(Tell) if isinstance(a, Tell) and a.child == drill.daemon]
+    assert drill.told("reaped") == [{"event": "reaped", "worker": taken}]
 
 
 def restart(drill: Drill) -> None:
     drill.do(Exited(drill.daemon, -9))
-    drill.end_all()
-    if drill.core.phase is Phase.IDLE:
-        drill.spares.clear()
-        drill.serve()
+    drill.do(Ready(drill.daemon))
 
 
 def test_five_deaths_within_thirty_seconds_are_survived_and_the_sixth_gives_up_in_one_line() -> None:
@@ -201,7 +222,8 @@ def test_five_deaths_within_thirty_seconds_are_survived_and_the_sixth_gives_up_i
         restart(drill)
         assert drill.core.phase is Phase.SERVING
     drill.now += S
-    restart(drill)
+    drill.do(Exited(drill.daemon, -9))
+    drill.end_all()
     [finish] = drill.of(Finish)
     assert finish == Finish(1, "giving up: 6 children died within 30 s, the last: daemon ended by signal 9")
 
@@ -227,6 +249,7 @@ def test_stop_tells_all_then_terminates_then_kills_then_leaves() -> None:
     drill = Drill(tp_size=1).serve()
     children = set(drill.core.children)
     drill.do(Stop("on SIGTERM"))
+    drill.do(AtRest(drill.daemon))
     assert {a.child for a in drill.last if isinstance(a, Tell)} == children
     seen: list[type[Action]] = []
     while drill.core.phase is not Phase.OVER:
@@ -245,15 +268,56 @@ def test_stop_tells_all_then_terminates_then_kills_then_leaves() -> None:
 
 def test_stop_is_over_as_soon_as_all_are_reaped() -> None:
     drill = Drill().serve()
-    drill.do(Stop("on SIGINT"))
-    drill.do(Stop("on SIGINT"))
+    drill.do(Stop("on SIGINT", keep=False))
+    drill.do(AtRest(drill.daemon))
+    drill.do(Stop("on SIGINT", keep=False))
     assert not drill.last
     drill.end_all()
-    assert drill.last == [Finish(0, "on SIGINT")]
+    assert drill.last == [Finish(0, "on SIGINT", keep=False)]
     assert drill.do(Begin()) == []
 
 
-def test_stop_while_starting_or_emptying_ends_all_the_same() -> None:
+def test_a_stop_lets_the_daemon_come_to_rest_first() -> None:
+    drill = Drill().serve()
+    drill.do(Stop("on SIGTERM"))
+    assert drill.last == [Tell(drill.daemon, {"event": "drain", "budget_ms": 2000})]
+    drill.do(AtRest(777))
+    assert not drill.last
+    drill.do(Exited(drill.spares[0], -9))
+    assert not drill.of(SpawnWorker)
+    assert drill.told("reaped"), "the daemon may wait for exactly this"
+    drill.do(AtRest(drill.daemon))
+    assert len(drill.told("stop")) == 2
+    drill.end_all()
+    assert drill.last == [Finish(0, "on SIGTERM", keep=True)]
+
+
+def test_a_drain_ends_by_its_bound_by_a_second_stop_or_with_the_daemon() -> None:
+    for end in (TimePassed(), Stop("on SIGTERM"), None):
+        drill = Drill().serve()
+        drill.do(Stop("on SIGTERM"))
+        due = drill.core.next_due_ns()
+        assert due == drill.now + 3 * S
+        drill.now = due - 1
+        drill.do(TimePassed())
+        assert not drill.last
+        drill.now = due
+        drill.do(end or Exited(drill.daemon, -9))
+        assert len(drill.told("stop")) == (3 if end else 2)
+        assert drill.core.phase is Phase.STOPPING
+
+
+def test_what_is_given_up_keeps_the_pool_for_whoever_starts_it_again() -> None:
+    drill = Drill(tp_size=1)
+    drill.do(Begin())
+    drill.do(Exited(drill.daemon, 1))
+    drill.end_all()
+    [finish] = drill.of(Finish)
+    assert isinstance(finish, Finish)
+    assert finish.keep
+
+
+def test_stop_while_starting_or_restarting_ends_all_the_same() -> None:
     steps: list[Callable[[Drill], object]] = [
         lambda d: d.do(Begin()),
         lambda d: (d.do(Begin()), d.do(Ready(d.daemon))),

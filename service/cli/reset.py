@@ -1,0 +1,37 @@
+"""Forget what is stored: of one namespace (one model with its weights and salt), or everything.
+
+At once and for every engine: what was held is a miss, what is being stored is never found, and the order stands
+before it is answered, so that no restart brings anything back.
+"""
+
+import argparse
+import sys
+
+from kvferry.cli.ask import ask
+from kvferry.cli.flags import add_settings, settings_of
+from kvferry.proto.control import ResetAnswer, ResetAsk
+from kvferry.supervise.rundir import read_lock
+
+HELP = "forget what is stored, at once"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where, and what."""
+    add_settings(parser, ["run_dir"])
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--namespace", metavar="HEX", help="of this namespace: the first digits that `status` shows")
+    which.add_argument("--all", action="store_true", help="everything")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask, and say what was forgotten; 1 if there is no sidecar."""
+    run_dir = settings_of(arguments).directory()
+    if read_lock(run_dir) is None:
+        print(f"no kvferry runs at {run_dir.path}", file=sys.stderr)
+        return 1
+    answer = ask(run_dir, ResetAsk(namespace="*" if arguments.all else arguments.namespace), ResetAnswer)
+    for name, epoch in sorted(answer.epochs.items()):
+        print(f"namespace {name[:12]}: epoch {epoch}")
+    spaces = "1 namespace" if len(answer.epochs) == 1 else f"{len(answer.epochs)} namespaces"
+    print(f"forgot {answer.keys:,} blocks of {spaces}")
+    return 0

@@ -1,0 +1,184 @@
+"""What an earlier run left: taken over where it fits, else removed; and who may still hold it."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.gpu_worker import pool
+from kvferry.net.paths import RunDir
+from kvferry.proto.errors import ConfigError
+from kvferry.scheduler_daemon.core.api import TableShape
+from kvferry.scheduler_daemon.core.slots import SlotState
+from kvferry.scheduler_daemon.table import TableFile, machine_boot
+from kvferry.supervise import kept, rundir, sweep
+
+SLOTS_BYTES = 16 * 8192
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A private directory, with a stand-in for /dev/shm beside it."""
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    monkeypatch.setattr("kvferry.net.paths.SHM", shm)
+    one = RunDir.at(tmp_path / "run")
+    assert rundir.make_private(one)
+    return one
+
+
+def leave(run_dir: RunDir, *, ranks: int = 2, machine: bytes | None = None, shape: bool = True) -> None:
+    """What a sidecar with these ranks leaves: 3 of 16 slots filled."""
+    for rank in range(ranks):
+        pool.create(run_dir.pool(rank), SLOTS_BYTES, run_dir.instance)
+    file = TableFile(run_dir.table, machine or machine_boot())
+    if shape:
+        table = file.make(TableShape(16, (8192,) * ranks, (SLOTS_BYTES,) * ranks))
+        table["state"][[2, 5, 7]] = SlotState.READY
+    file.close()
+
+
+def files(run_dir: RunDir) -> list[str]:
+    return [path.name for path in kept.own_files(run_dir)]
+
+
+def test_what_fits_is_gone_on_with_and_its_size_is_told(run_dir: RunDir) -> None:
+    """Case 32: a hard exit never makes the next start fail."""
+    leave(run_dir)
+    before = {path: path.stat().st_ino for path in kept.own_files(run_dir)}
+    run_dir.daemon.write_bytes(b"")
+    run_dir.rank(1).write_bytes(b"")
+    (run_dir.path / "notes.txt").write_text("mine")
+    assert sweep.take_over(run_dir, 2, SLOTS_BYTES) == (
+        True,
+        ["going on with what an earlier run kept: 270.0 KiB, 3 of 16 slots filled"],
+    )
+    assert {path: path.stat().st_ino for path in kept.own_files(run_dir)} == before
+    assert list(run_dir.path.iterdir()) == [run_dir.path / "notes.txt"]
+
+
+def test_nothing_there_is_nothing_to_tell(run_dir: RunDir) -> None:
+    assert sweep.take_over(run_dir, 2, SLOTS_BYTES) == (False, [])
+    assert kept.look(run_dir) is None
+
+
+def cut_a_pool(run_dir: RunDir) -> None:
+    os.truncate(run_dir.pool(1), 9000)
+
+
+def garble_a_pool(run_dir: RunDir) -> None:
+    with run_dir.pool(0).open("r+b") as file:
+        file.write(b"something else")
+
+
+def take_the_table(run_dir: RunDir) -> None:
+    run_dir.table.unlink()
+
+
+def take_a_pool(run_dir: RunDir) -> None:
+    run_dir.pool(0).unlink()
+
+
+def garble_the_header(run_dir: RunDir) -> None:
+    with run_dir.table.open("r+b") as file:
+        file.write(np.full(4096, 7, dtype=np.uint8).tobytes())
+
+
+@pytest.mark.parametrize(
+    ("harm", "tp_size", "slots_bytes", "why"),
+    [
+        (None, 1, SLOTS_BYTES, "it is of 2 ranks, this sidecar has 1"),
+        (None, 2, 2 * SLOTS_BYTES, "its files have 132.0 KiB, 132.0 KiB, this sidecar's have 260.0 KiB a rank"),
+        (cut_a_pool, 2, SLOTS_BYTES, "has 9000 bytes; its header says"),
+        (garble_a_pool, 2, SLOTS_BYTES, "is no pool file of format 1"),
+        (take_the_table, 2, SLOTS_BYTES, "there is no slot table beside it"),
+        (take_a_pool, 2, SLOTS_BYTES, "-r0 is missing"),
+        (garble_the_header, 2, SLOTS_BYTES, "nothing was stored in it"),
+    ],
+)
+def test_what_does_not_fit_goes_with_one_line_that_says_why(
+    run_dir: RunDir, harm: object, tp_size: int, slots_bytes: int, why: str
+) -> None:
+    leave(run_dir)
+    if callable(harm):
+        harm(run_dir)
+    adopted, [line] = sweep.take_over(run_dir, tp_size, slots_bytes)
+    assert not adopted
+    assert line.startswith("discarded what an earlier run kept, ")
+    assert why in line
+    assert files(run_dir) == []
+
+
+def test_another_boot_of_the_machine_keeps_nothing(run_dir: RunDir) -> None:
+    leave(run_dir, machine=bytes(16))
+    adopted, [line] = sweep.take_over(run_dir, 2, SLOTS_BYTES)
+    assert (adopted, files(run_dir)) == (False, [])
+    assert line.endswith("it is of another boot of this machine")
+
+
+def test_another_instances_files_are_named_with_their_size_and_left(run_dir: RunDir) -> None:
+    stranger = run_dir.table.parent / "kvferry-0123456789-r0"
+    stranger.write_bytes(bytes(8192))
+    leave(run_dir, shape=False)
+    adopted, lines = sweep.take_over(run_dir, 2, SLOTS_BYTES)
+    assert not adopted
+    assert f"left alone: 8.0 KiB of other run dirs in {stranger.parent}: {stranger.name}" in lines
+    assert stranger.exists()
+    assert files(run_dir) == []
+
+
+# ---- who holds them --------------------------------------------------------------------------------------
+
+HOLD = "import fcntl,sys,time; f=open(sys.argv[1]); fcntl.flock(f,fcntl.LOCK_SH); print(flush=True); time.sleep(60)"
+
+
+def holder(run_dir: RunDir, *, module: str, at: Path) -> "subprocess.Popen[bytes]":
+    """A process that holds a pool file; its command line is that of a child of the sidecar at `at`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run_dir.pool(0)), module, "--run-dir", str(at)], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    return process
+
+
+def test_a_process_that_is_just_ending_is_waited_for(run_dir: RunDir) -> None:
+    leave(run_dir)
+    held = run_dir.pool(0).open()
+    fcntl.flock(held, fcntl.LOCK_SH)
+    timer = threading.Timer(0.1, held.close)
+    timer.start()
+    assert sweep.free_files(run_dir, patience_s=10) == []
+    timer.join()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_own_child_that_does_not_go_is_killed_a_stopped_one_at_once(run_dir: RunDir, stopped: bool) -> None:
+    leave(run_dir)
+    with holder(run_dir, module="kvferry.gpu_worker", at=run_dir.path) as process:
+        if stopped:
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        [line] = sweep.free_files(run_dir, patience_s=30 if stopped else 0.1)
+        assert f"killing process {process.pid}" in line
+        assert process.wait(5) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("module", "elsewhere"), [("kvferry.gpu_worker", True), ("backup", False)])
+def test_anybody_else_is_refused_with_the_pid_and_left_alive(run_dir: RunDir, module: str, elsewhere: bool) -> None:
+    leave(run_dir)
+    at = run_dir.path.parent if elsewhere else run_dir.path
+    with holder(run_dir, module=module, at=at) as process:
+        with pytest.raises(ConfigError, match=r"pool\.in_use") as error:
+            sweep.take_over(run_dir, 2, SLOTS_BYTES, patience_s=0.1)
+        assert f"held by process {process.pid}" in str(error.value)
+        assert process.poll() is None
+        assert len(files(run_dir)) == 3
+        process.kill()
