@@ -8,7 +8,7 @@ from fake_sidecar import FakeClient, FakeRankClient, FakeSidecar
 from kvferry.client.types import Directive, Hits, JobEnd, LoadEnd, RankReport
 from kvferry.proto.outcome import Kind, Next, Outcome, Reason
 from kvferry.vllm.guard import guarded
-from kvferry.vllm.rank import LAST_WORD_NS, RankHalf
+from kvferry.vllm.rank import IDLE_WAIT_S, LAST_WORD_NS, RankHalf
 from kvferry.vllm.scheduler import PIN_NS, SchedulerHalf
 from kvferry.vllm.work import LoadTimes, RankWords, StepWork
 
@@ -385,3 +385,33 @@ def test_no_exception_gets_out_of_a_guarded_method() -> None:
     assert hook.ask() == (0, False)
     assert hook.worse() is None
     assert [line.split(":")[0] for line in hook.failures] == ["ask", "worse", "worse, on its way out"]
+
+
+def test_a_rank_sleeps_only_in_steps_that_compute_nothing() -> None:
+    """Steps that only wait for loads would otherwise take the processor from the copies they wait for."""
+    client = Ranks()
+    waits: list[float] = []
+    client.wait = waits.append  # type: ignore[method-assign]
+    half = RankHalf(client)
+    half.begin_loads(work((1, "a", (5,))))
+    assert half.finished() == set()
+    assert waits == []
+    half.begin_loads(StepWork(Directive(2), is_idle=True))
+    half.finished()
+    assert waits == [IDLE_WAIT_S]
+    client.report = RankReport(loads=(LoadEnd(1, True),))
+    half.begin_loads(StepWork(Directive(3), is_idle=True))
+    assert half.finished() == {"a"}
+    assert len(waits) == 1
+
+
+def test_a_step_says_whether_it_is_idle_and_whether_it_waits_for_an_answer() -> None:
+    lab, request = Lab(), Asked("a", 9)
+    lab.half.arrived(request)
+    lab.tables["a"] = [3, 4, 5]
+    lab.sidecar.lateness = 100
+    lab.half.matched(request, 0)
+    waiting = lab.step()
+    assert (waiting.is_idle, waiting.is_waiting) == (True, True)
+    after = lab.step((request, 9))
+    assert (after.is_idle, after.is_waiting) == (False, False)
