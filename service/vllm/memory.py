@@ -71,6 +71,6 @@ def _of_the_layers(kv_caches: "Mapping[str, Tensor]", vllm_config: Any) -> "list
     """What the attention layers themselves read and write: other objects than those registered, maybe."""
     layers = getattr(vllm_config.compilation_config, "static_forward_context", {})
     found = [getattr(layers.get(name), "kv_cache", None) for name in kv_caches]
-    tensors = [one for one in found if hasattr(one, "data_ptr") and one.numel()]
+    tensors: list[Tensor] = [one for one in found if one is not None and hasattr(one, "data_ptr") and one.numel()]
     # One for each piece of memory is proof enough, and all layers lie in one; the ends are the likeliest to differ.
     return [tensors[0], tensors[-1]] if len(tensors) > 1 else tensors or None
