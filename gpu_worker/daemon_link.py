@@ -49,13 +49,18 @@ class DaemonLink:
         self._retry_at = 0.0  # monotonic seconds
         self._silent_at = 0.0  # when an awaited welcome is given up
         self._lost = ""  # why the open link was dropped by this side
+        self._filenos: tuple[int, ...] = ()
         self.is_open = False
-        self.filenos: tuple[int, ...] = ()  # to select on for reading
 
     @classmethod
     def to(cls, run_dir: RunDir) -> "DaemonLink":
         """The link of a worker to the daemon of this run dir."""
         return cls(lambda: Peer(run_dir, LinkId(secrets.randbits(63) | 1)))
+
+    @property
+    def filenos(self) -> tuple[int, ...]:
+        """To select on for reading; none once the link has ended, told or not: their numbers may be others' by then."""
+        return self._filenos if self._peer is not None and self._peer.alive else ()
 
     def receive(self) -> list[Any]:
         """All that has come, in order; connects and greets when it is time to. Never blocks.
@@ -115,7 +120,7 @@ class DaemonLink:
 
     def close(self, *, serves: bool) -> None:
         """Tell the daemon that this worker ends, and wait, bounded, until it has all our reports."""
-        peer, self._peer, self.filenos = self._peer, None, ()
+        peer, self._peer = self._peer, None
         if peer is None:
             return
         if self.is_open:
@@ -140,13 +145,13 @@ class DaemonLink:
             return False
         self._silent_at = now + GREET_S
         self._lost = ""
-        self.filenos = (self._peer.fileno(), self._peer.tether_fileno())
+        self._filenos = (self._peer.fileno(), self._peer.tether_fileno())
         self._peer.send(Hello(role="worker", pid=os.getpid()))
         self._peer.flush()
         return True
 
     def _end(self, words: list[Any]) -> None:
-        peer, self._peer, self.filenos = self._peer, None, ()
+        peer, self._peer = self._peer, None
         assert peer is not None
         refusal = peer.refusal
         peer.close()

@@ -131,6 +131,7 @@ def test_a_daemon_that_does_not_read_loses_the_link(world):
     world.open()
     world.peer.is_full = True
     world.link.send(Drained(worker=1, boot=7))
+    assert world.link.filenos == () and world.link.has_news()
     (lost,) = world.link.receive()
     assert isinstance(lost, LinkLost) and "window" in lost.why
 

@@ -182,7 +182,7 @@ class Rounds:
 
 
 def test_twenty_engines_killed_in_the_middle_of_their_work_leave_a_whole_pool_and_no_mapping(tmp_path):
-    """I8: each time the mappings are gone within two seconds, and the next engine hits all that was committed."""
+    """Case 30, I8: each time the mappings are gone within two seconds, and the next engine hits all that was committed."""
     rounds = Rounds(tmp_path)
     try:
         rounds.sidecar.make_spare()
@@ -192,3 +192,20 @@ def test_twenty_engines_killed_in_the_middle_of_their_work_leave_a_whole_pool_an
         assert np.all([process.poll() == 0 for process in rounds.sidecar.processes[:-1]])
     finally:
         rounds.close()
+
+
+def test_an_engine_killed_while_it_registers_leaves_no_mapping_either(tmp_path):
+    """Case 30: death in the warm-up is seen as any other; nothing waits for a first transfer or a first ping."""
+    sidecar = Sidecar(tmp_path, pool_bytes=NUM_SLOTS * SLOT_BYTES)
+    engine = Engine(sidecar)
+    try:
+        sidecar.make_spare()
+        engine.tell(connect="kv-warm-up")
+        sidecar.daemon.take(Attach)
+        assert len(mappers_of("kv-warm-up")) == 2
+        engine.process.kill()
+        wait_for(lambda: not mappers_of("kv-warm-up"), "end of the mappings", 2)
+        assert sidecar.wait_exit(2) == 0
+    finally:
+        engine.end()
+        sidecar.close()

@@ -311,7 +311,7 @@ def seat_again(sidecar: Sidecar, traffic: list[Traffic]) -> None:
 
 
 def test_ten_restarts_under_load_leave_no_ticket_without_its_word_and_no_byte_wrong(two_ranks):
-    """Each time some jobs wait for their mark, some are queued, some copy: every one gets one word, at once or
+    """Case 45: each time some jobs wait for their mark, some are queued, some copy: every one gets one word, at once or
     when its copy is over, and no new boot hears of an old one's jobs."""
     sidecar, traffic = two_ranks
     luck = random.Random(1)
