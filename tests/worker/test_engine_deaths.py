@@ -182,7 +182,7 @@ class Rounds:
 
 
 def test_twenty_engines_killed_in_the_middle_of_their_work_leave_a_whole_pool_and_no_mapping(tmp_path):
-    """Case 30, I8: each time the mappings are gone within two seconds, and the next engine hits all that was committed."""
+    """Case 30, I8: each time the mappings are gone within two seconds, and the next engine hits what was committed."""
     rounds = Rounds(tmp_path)
     try:
         rounds.sidecar.make_spare()
