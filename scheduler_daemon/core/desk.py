@@ -43,6 +43,7 @@ class Desk:
 
     __slots__ = (
         "awaited",
+        "awaited_due_ns",
         "cancels",
         "counters",
         "deadlines",
@@ -99,6 +100,7 @@ class Desk:
         # Rule 10: what an earlier boot's workers may still be writing is given to nobody.
         self.list_awaited = False  # the supervisor has yet to say which workers outlived the last daemon
         self.awaited: set[int] = set()  # those that have neither drained nor been reaped
+        self.awaited_due_ns: int | None = None  # then they are killed
         self.drained: set[int] = set()  # said so to this boot
         self.recovered_only = False  # nothing in the pool is of this boot
         self.dying: deque[KeyIndex] = deque()  # of ended epochs: emptied some keys a step

@@ -4,7 +4,7 @@ from heapq import heapify, heappop, heappush
 
 from kvferry.proto.columns import u8, u32, u64
 from kvferry.proto.hot import Done
-from kvferry.proto.ids import job_is_of_boot
+from kvferry.proto.ids import WorkerId, job_is_of_boot
 from kvferry.proto.outcome import Kind, Outcome
 from kvferry.scheduler_daemon.core.api import KillWorker
 from kvferry.scheduler_daemon.core.desk import Desk
@@ -29,6 +29,7 @@ def _drop(desk: Desk, job: TransferJobStatus) -> None:
 
 def _publish(desk: Desk, job: TransferJobStatus) -> None:
     assert desk.pool is not None
+    desk.recovered_only = False
     parent = job.session.requests.parent_of(job.request, job.entries[0])
     desk.pool.publish(job.entries, job.slots, parent)
     desk.counters.add("store_keys_stored", len(job.entries))
@@ -126,8 +127,8 @@ def set_deadline(desk: Desk, job: TransferJobStatus) -> None:
     From acceptance on, whether a rank begins it or not.
     """
     floor = desk.settings.floor_bytes_per_s
-    engine = job.session.engine
-    num_blocks = sum(job.session.in_flight_bytes.values()) // max(1, engine.block_bytes)
+    block_bytes = job.num_bytes // len(job.entries)
+    num_blocks = sum(job.session.in_flight_bytes.values()) // block_bytes
     copies_ns = max(num_blocks * w.payload_bytes * 1_000_000_000 // w.pace.bytes_per_s(floor) for w in job.workers)
     if len(desk.deadlines) > 2 * len(desk.jobs) + DEADLINES_KEPT:
         desk.deadlines = [due for due in desk.deadlines if desk.jobs.get(due[1]) is not None]
@@ -157,6 +158,12 @@ def let_time_pass(desk: Desk) -> None:
         if desk.workers.get(parted.id) is parted:
             kill(desk, parted, "it parted and has not exited within its grace")
 
+    if desk.awaited_due_ns is not None and desk.awaited_due_ns <= now:
+        desk.awaited_due_ns = None
+        for worker_id in sorted(desk.awaited):
+            desk.counters.add("workers_killed")
+            desk.out.append(KillWorker(WorkerId(worker_id), "it outlived its daemon and has not drained in time"))
+
 
 def kill(desk: Desk, worker: Worker, why: str) -> None:
     """Ask for a worker's death, once. Its words count as given when it is reaped, not before."""
@@ -179,6 +186,8 @@ def next_due_ns(desk: Desk) -> int | None:
     due = [queue[0][0] for queue in (desk.deadlines, desk.graces, desk.partings) if queue]
     if desk.drain is not None and not desk.drain.cut and len(desk.jobs):
         due.append(desk.drain.end_ns)
+    if desk.awaited_due_ns is not None and desk.awaited:
+        due.append(desk.awaited_due_ns)
     lease = desk.leases.first()
     if lease is not None:
         due.append(lease.end_ns)

@@ -40,6 +40,9 @@ def identity(
     return digest.hexdigest()
 
 
+ALL = bytes(16)  # stands for every namespace whose epoch is not noted
+
+
 class Namespace:
     """One identity: its epoch and its entries by KV group."""
 
@@ -51,9 +54,9 @@ class Namespace:
         self.epoch = 0
         self.groups = [KeyIndex() for _ in range(num_groups)]
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """Leave all entries behind: the caller has the indexes that held them."""
-        self.epoch += 1
+        self.epoch = epoch
         self.groups = [KeyIndex() for _ in self.groups]
 
     @property
@@ -65,11 +68,12 @@ class Namespace:
 class Namespaces:
     """All namespaces that have an engine or an entry, and the epochs of those that were ever reset."""
 
-    __slots__ = ("_by_digest", "_epochs")
+    __slots__ = ("_by_digest", "_epochs", "_least")
 
     def __init__(self) -> None:
         self._by_digest: dict[bytes, Namespace] = {}
-        self._epochs: dict[bytes, int] = {}  # the newest last; a namespace that is not here is at 0
+        self._epochs: dict[bytes, int] = {}  # the newest last
+        self._least = 0  # the epoch of all that are not there
 
     def open(self, name: str, num_groups: int) -> Namespace:
         """The namespace of this identity, made if need be."""
@@ -87,21 +91,34 @@ class Namespaces:
 
     def epoch_of(self, digest: bytes) -> int:
         """The present epoch, of one that is not open too."""
-        return self._epochs.get(digest, 0)
+        return self._epochs.get(digest, self._least)
+
+    def begin_epoch_of_all(self) -> int:
+        """A new epoch for every namespace, known or not; one note stands for all."""
+        self._least = max([self._least, *self._epochs.values()]) + 1
+        self._epochs.clear()
+        return self._least
+
+    @property
+    def record_is_full(self) -> bool:
+        """Whether noting one more puts another one off the record."""
+        return len(self._epochs) >= MAX_EPOCHS - 1
 
     def keep_epochs(self, epochs: Iterable[tuple[bytes, int]]) -> None:
-        """Note epochs for good, the newest last. The oldest of a namespace that holds nothing may be forgotten."""
+        """Note epochs, the newest last. Beyond the record's room those of closed namespaces are forgotten."""
         for digest, epoch in epochs:
-            self._epochs.pop(digest, None)
-            self._epochs[digest] = epoch
-        if len(self._epochs) > MAX_EPOCHS:
-            idle = [digest for digest in self._epochs if digest not in self._by_digest]
-            for digest in idle[: len(self._epochs) - MAX_EPOCHS]:
-                del self._epochs[digest]
+            if digest == ALL:
+                self._least = epoch
+            else:
+                self._epochs.pop(digest, None)
+                self._epochs[digest] = epoch
+        excess = len(self._epochs) - (MAX_EPOCHS - 1)
+        for digest in [d for d in self._epochs if d not in self._by_digest][: max(0, excess)]:
+            del self._epochs[digest]
 
     def epochs(self) -> tuple[tuple[bytes, int], ...]:
-        """All that is noted, the newest last."""
-        return tuple(self._epochs.items())
+        """All that is noted, the newest last; that of all others as the very last."""
+        return (*self._epochs.items(), (ALL, self._least)) if self._least else tuple(self._epochs.items())
 
     def empty(self) -> None:
         """Forget every entry; no job and no lease holds one."""

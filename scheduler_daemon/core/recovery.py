@@ -106,6 +106,7 @@ def await_workers(desk: Desk, workers: Iterable[int]) -> None:
     desk.list_awaited = False
     desk.awaited |= set(workers) - desk.reaped - desk.drained
     if desk.awaited:
+        desk.awaited_due_ns = desk.now_ns + desk.settings.awaited_ns
         desk.out.append(Note(f"stores wait until {len(desk.awaited)} workers have drained"))
     elif was:
         desk.out.append(Note("no worker of an earlier daemon is left: stores are accepted"))

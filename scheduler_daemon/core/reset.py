@@ -40,8 +40,17 @@ def take_reset(desk: Desk, link: LinkId, ask: ResetAsk) -> None:
             desk.send(link, Refused.of(error))
             return
     num_keys = sum(space.num_entries for space in spaces)
-    for space in spaces:
-        _reset(desk, space)
+    if ask.namespace == EVERYTHING:
+        epoch = desk.namespaces.begin_epoch_of_all()
+        for space in spaces:
+            _reset(desk, space, epoch)
+    else:
+        [space] = spaces
+        _reset(desk, space, space.epoch + 1)
+        while desk.dying and desk.namespaces.record_is_full:
+            # An older epoch goes off the record: nothing of what it ended may be left by then.
+            free_some(desk)
+        desk.namespaces.keep_epochs([(space.digest, space.epoch)])
     # The epochs are on record before anybody hears of them.
     desk.out.append(KeepEpochs(desk.namespaces.epochs()))
     for engine in desk.engines.values():
@@ -53,17 +62,17 @@ def take_reset(desk: Desk, link: LinkId, ask: ResetAsk) -> None:
     desk.out.append(Note(f"reset of {len(spaces)} namespaces: {num_keys} keys forgotten"))
 
 
-def _reset(desk: Desk, space: Namespace) -> None:
+def _reset(desk: Desk, space: Namespace, epoch: int) -> None:
     for job in list(desk.jobs):
         if job.space is space:
             void(desk, job, Outcome.CANCELLED)
     ended = {id(index) for index in space.groups}
     for lease in list(desk.leases):
-        if any(id(entry.home) in ended for entry in lease.entries):
+        home = next((entry.home for entry in lease.entries if entry.home is not None), None)
+        if id(home) in ended:
             desk.end_lease(lease)
     desk.dying.extend(index for index in space.groups if index.num)
-    space.begin_epoch()
-    desk.namespaces.keep_epochs([(space.digest, space.epoch)])
+    space.begin_epoch(epoch)
 
 
 def free_some(desk: Desk) -> None:

@@ -396,7 +396,7 @@ def come_to_rest(world: World) -> None:
     """All links end, all workers are reaped: nothing may be left but the cache (I6)."""
     for link in range(1, world._links + 1):
         world.lose(link)
-    for worker in range(101, 101 + world._workers):
+    for worker in [*range(101, 101 + world._workers), *(int(name, 16) for name in world.core.status()["awaited"])]:
         world.reap(worker)
     left = {name: count for name, count in world.core.at_rest().items() if count}
     assert not left, f"left at rest: {left}"

@@ -193,6 +193,22 @@ def test_words_before_the_list_count(world):
     assert not later.core.status()["restarting"]
 
 
+def test_a_worker_that_does_not_drain_in_time_is_killed(worlds):
+    """One that stands still would keep all stores out for ever; a kill reaches a stopped process too."""
+    world = worlds(awaited_ns=10 * S)
+    world.engine().hold([1], ticket=1)
+    later = world.restart(workers=[101, 102])
+    later.drained(101)
+    assert later.core.next_due_ns() == later.now + 10 * S
+    later.wait(10 * S - 1)
+    assert later.kills() == []
+    later.wait(1)
+    assert later.kills() == [102]
+    assert later.core.status()["restarting"], "asking for a death is no proof of it"
+    later.reap(102)
+    assert not later.core.status()["restarting"] and later.core.next_due_ns() is None
+
+
 def test_a_worker_that_attaches_has_drained(world):
     world.engine().hold([1], ticket=1)
     later = world.restart(workers=[101, 102])
@@ -298,6 +314,20 @@ def test_another_slot_size_than_the_recovered_one_is_served_and_the_old_keys_are
     last = later.restart()
     assert back(last, payload=3 * 4096).lookup(1, [1, 2]).hits == 1
     come_to_rest(last)
+
+
+def test_what_this_daemon_stored_is_not_discarded_for_another_slot_size(world):
+    world.engine().hold([1], ticket=1)
+    later = world.restart()
+    engine = back(later)
+    engine.hold([2], ticket=1)
+    engine.goodbye()
+    for rank in (0, 1):
+        engine.die(rank)
+    other = Engine(later, "other", payload=3 * 4096)
+    other.register()
+    other.attach(0)
+    assert later.count("refused.layout.slot_bytes") == 1 and later.sums()["ready"] == 2
 
 
 def test_another_slot_size_is_refused_while_an_engine_of_the_recovered_one_is_there(world):

@@ -7,6 +7,7 @@ import pytest
 from kvferry.proto.control import RanksChanged, Refused, ResetAnswer, ResetAsk
 from kvferry.proto.outcome import Next, Outcome, Reason
 from kvferry.scheduler_daemon.core.api import KeepEpochs, Send
+from kvferry.scheduler_daemon.core.header import MAX_EPOCHS
 from kvferry.scheduler_daemon.core.reset import FREED_A_STEP
 
 from .dummy import Engine, Job, World, come_to_rest, keys
@@ -188,6 +189,50 @@ def test_a_namespace_that_nobody_uses_any_more_keeps_its_epoch(world):
     assert world.core.status()["namespaces"] == []
     again = world.engine()
     assert world.heard(again.link, RanksChanged)[-1].epoch == 1
+
+
+def test_a_reset_of_all_holds_for_namespaces_that_no_record_names(worlds):
+    """More of them than the record has room for, and those that only come later."""
+    world = worlds(slots=200, tp=1)
+    for n in range(60):
+        world.engine(f"e{n}", salt=b"%d" % n).hold([1], ticket=1)
+    before = world.table.copy()
+    assert reset(world).keys == 60
+    assert len(world.epochs) == 1
+    later = world.restart(table=before)  # it died before one slot was freed
+    assert later.sums()["ready"] == 0
+    engine = later.engine("new", salt=b"new")
+    assert later.heard(engine.link, RanksChanged)[-1].epoch == 1
+    come_to_rest(later)
+
+
+def test_an_epoch_that_goes_off_the_record_leaves_nothing_behind(worlds):
+    """Resets of more namespaces than the record names: what the oldest of them ended is freed by then."""
+    world = worlds(slots=400, tp=1)
+    engines = [world.engine(f"e{n}", salt=b"%d" % n) for n in range(60)]
+    for engine in engines:
+        engine.hold([1], ticket=1)
+    for engine in engines:
+        name = next(e["namespace"] for e in world.core.status()["engines"] if e["engine_id"] == engine.name)
+        assert isinstance(reset(world, name), ResetAnswer)
+    kept = world.epochs[-MAX_EPOCHS:]  # as the header has room for
+    world.epochs = kept
+    later = world.restart()
+    assert later.sums()["ready"] == 0
+    come_to_rest(later)
+
+
+def test_resets_of_one_and_of_all_never_go_back_in_epochs(world):
+    one, two = world.engine("one", salt=b"1"), world.engine("two", salt=b"2")
+    name = next(e["namespace"] for e in world.core.status()["engines"] if e["engine_id"] == "one")
+    seen = [list(reset(world, name).epochs.values()) for _ in range(3)]
+    assert seen == [[1], [2], [3]]
+    assert set(reset(world).epochs.values()) == {4}
+    assert list(reset(world, name).epochs.values()) == [5]
+    assert set(reset(world).epochs.values()) == {6}
+    assert hear(one).epoch == hear(two).epoch == 6
+    later = world.restart()
+    assert later.heard(later.engine("x", salt=b"1").link, RanksChanged)[-1].epoch == 6
 
 
 @pytest.mark.parametrize("num_keys", [100, 100_000])

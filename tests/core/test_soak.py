@@ -183,9 +183,9 @@ class Soak:
         if not names[space]:
             return
         actions = self.world.send(self.world.open("admin"), ResetAsk(namespace=names[space]))
-        for known in set(self.digest.values()) if space == "*" else {space}:
-            if any(self.world.core._desk.namespaces.epoch_of(d) > self.epoch.get(known, 0) for d in self.of(known)):
-                self.epoch[known] = self.epoch.get(known, 0) + 1
+        epochs = self.world.core._desk.namespaces
+        for known in ("", "other", "third"):
+            self.epoch[known] = max((epochs.epoch_of(digest) for digest in self.of(known)), default=0)
         if self.crashes and self.dice.random() < 0.3:
             self.next_daemon(before)
         else:
@@ -430,7 +430,7 @@ def test_the_soak_looks_at_loads_at_all():
 
 
 def test_the_crashing_soak_crashes_tears_and_recovers():
-    soaks = [Soak(seed, crashes=True) for seed in range(5)]
+    soaks = [Soak(seed, crashes=True) for seed in range(12)]
     for soak in soaks:
         soak.play(250)
     assert sum(soak.num_crashes for soak in soaks) > 10
