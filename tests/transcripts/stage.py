@@ -18,6 +18,11 @@ Commands (keys are k1,k2; blocks 7,8; T a ticket, R a request, J a job, r a rank
     E done r J[,J] [OUTCOME]       the worker of rank r reports
     E gone r / lost E r / lost E client / reap E r
     E rotate SALT
+    reset NAMESPACE | reset *      an operator; namespaces are called by the engine that is in it: @E
+    drain [budget_ms=N] / resume
+    crash [W]                      the daemon dies, the next one reads its table and is told of all workers, and a spare W
+    dead W                         the spare is reaped
+    E back r                       the worker of rank r drains and attaches anew, on a new link
     wait SECONDS
     slots / jobs                   sums from `status`
 """
@@ -26,9 +31,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from kvferry.proto.control import DrainAsk, ResetAsk
 from kvferry.proto.outcome import Kind, Next, Outcome, Reason
 from kvferry.proto.schema import describe
-from kvferry.scheduler_daemon.core.api import Action, CloseLink, KillWorker, Note, Send
+from kvferry.scheduler_daemon.core.api import Action, AtRest, CloseLink, KeepEpochs, KillWorker, Note, Send
 
 from ..core.dummy import Engine, Job, World, come_to_rest
 
@@ -96,6 +102,29 @@ class Stage:
     def _attach(self, name: str, rank: str) -> None:
         self.engines.setdefault(name, Engine(self.world, name)).attach(int(rank))
 
+    def _reset(self, name: str) -> None:
+        if name[0] == "@":
+            engines = self.world.core.status()["engines"]
+            [name] = [e["namespace"] for e in engines if e["engine_id"] == name[1:]]
+        self.world.send(self.world.open("admin"), ResetAsk(namespace=name))
+
+    def _drain(self, *options: str) -> None:
+        chosen = {name: int(value) for name, value in (option.split("=") for option in options)}
+        self.world.send(self.world.open("admin"), DrainAsk(**chosen))
+
+    def _resume(self) -> None:
+        self.world.send(self.world.open("admin"), DrainAsk(resume=True))
+
+    def _dead(self, spare: str) -> None:
+        self.world.reap(int(spare))
+
+    def _crash(self, *spares: str) -> None:
+        workers = [worker for engine in self.engines.values() for worker in engine.worker.values()]
+        self.world = self.world.restart([*workers, *map(int, spares)])
+        for engine in self.engines.values():
+            engine.world = self.world
+            engine.link, engine.worker_link = 0, {}
+
     def _lost(self, name: str, who: str) -> None:
         engine = self.engines[name]
         self.world.lose(engine.link if who == "client" else engine.worker_link[int(who)])
@@ -124,6 +153,10 @@ class Stage:
             engine.done(int(rest[0]), *numbers(rest[1]), outcome=outcome)
         elif what == "gone":
             engine.rank_gone(int(rest[0]))
+        elif what == "back":
+            rank = int(rest[0])
+            link = self.world.drained(engine.worker[rank])
+            engine.attach(rank, worker=engine.worker[rank], link=link)
         elif what == "rotate":
             engine.rotate(rest[0].encode())
         else:
@@ -157,6 +190,10 @@ class Stage:
                 return f"kill {self._who(self._link_of(worker))}: {why}"
             case Note():
                 return ""
+            case KeepEpochs(epochs):
+                return f"table <- epochs {','.join(str(epoch) for _, epoch in epochs)}"
+            case AtRest():
+                return "at rest"
 
     def _who(self, link: int) -> str:
         for name, engine in self.engines.items():
@@ -179,6 +216,8 @@ class Stage:
         """Names for numbers that have one; digests cut to what an eye compares."""
         text = re.sub(r"\b[0-9a-f]{64}\b", lambda hit: hit[0][:8], text)
         text = re.sub(r"incarnation=\d+", "incarnation=*", text)
+        # Job ids of a later boot: boot:number.
+        text = re.sub(r"(?<=[=,])(\d{13,})", lambda hit: f"{int(hit[1]) >> 40}:{int(hit[1]) & (1 << 40) - 1}", text)
 
         def named(hit: re.Match[str]) -> str:
             names = NAMES[hit[1]]
