@@ -5,7 +5,7 @@ BIN := .venv/bin
 VLLM := .venv-vllm/bin
 PIP := install --quiet --disable-pip-version-check
 
-.PHONY: help setup check format test demo demo-vllm test-vllm up voyage bench-vllm clean
+.PHONY: help setup check format test demo demo-vllm test-vllm chaos up voyage bench-vllm clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*## */\t/' | expand -t 14
@@ -52,7 +52,10 @@ demo-vllm: .venv-vllm/ready ## the same with a real vLLM on CPU
 	@$(VLLM)/python examples/vllm_demo.py
 
 test-vllm: .venv-vllm/ready ## tests with a real vLLM on CPU
-	@$(VLLM)/python -m pytest -m vllm tests/vllm
+	@$(VLLM)/python -m pytest -m vllm tests/vllm tests/chaos
+
+chaos: .venv-vllm/ready ## ten minutes of a real vLLM under load while everything is killed and stopped at random
+	@$(VLLM)/python -m tests.chaos --minutes 10
 
 up: setup ## start a sidecar for one engine on this machine (Ctrl-C ends it)
 	@$(BIN)/kvferry up --tp-size 1 --host-memory 4GiB --device cpu
