@@ -13,6 +13,7 @@ import json
 import random
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -70,8 +71,8 @@ class Drill:
         self._engines: list[Engine] = []
         self._samples: list[census.Sample] = []
         self._trace = _Tail(folder / "trace.jsonl")
-        self._used = 0.0  # when the last load that ended well had begun
-        self._used_at = 0.0  # when it ended
+        self._used = (0.0, 0.0)  # the last load that ended well: its end, its beginning
+        self._over = threading.Event()
         self.sidecar = Sidecar(folder / "run", plan.tp_size, plan.host_memory, folder / "sidecar.log", *FLAGS)
 
     # ---- the story -----------------------------------------------------------------------------------
@@ -83,6 +84,8 @@ class Drill:
         with ExitStack() as stack:
             stack.callback(self._stop_engines)
             stack.callback(lambda: self.found.left.extend(self.sidecar.close()))
+            threading.Thread(target=self._listen, name="trace", daemon=True).start()
+            stack.callback(self._over.set)
             self.sidecar.start()
             self._say("sidecar is ready; starting the engine beside it")
             self._put_engine()
@@ -92,6 +95,8 @@ class Drill:
             began = time.monotonic()
             try:
                 self._cycles(began + self.plan.minutes * 60)
+            except SidecarError as error:
+                self.complain(f"it does not come up any more: {error}")
             finally:
                 self.found.seconds = time.monotonic() - began
                 crowd.close()
@@ -105,6 +110,7 @@ class Drill:
         engine = self._start(model, "alone", None)
         try:
             engine.wait_ready()
+            engine.warm_up(self.plan.turns[0])
             plan = self.plan
             talks = make_talks(plan.talks, plan.seed, plan.turns, plan.answer_tokens)
             known = learn(engine, talks, plan.users)
@@ -149,14 +155,8 @@ class Drill:
     # ---- what faults may do --------------------------------------------------------------------------
 
     def pause(self, seconds: float) -> None:
-        """Let the load go on, and listen to the trace."""
-        until = time.monotonic() + seconds
-        while True:
-            self._listen()
-            left = until - time.monotonic()
-            if left <= 0:
-                return
-            time.sleep(min(left, LOOK_S))
+        """Let the load go on."""
+        time.sleep(seconds)
 
     def restart_engine(self) -> float:
         """SIGKILL it and start another; the moment it is ready."""
@@ -187,6 +187,7 @@ class Drill:
         engine = self._start(self._folder / "model", f"engine-{len(self._engines) + 1}", given)
         self._engines.append(engine)
         engine.wait_ready()
+        engine.warm_up(self.plan.turns[0])
         self._desk.put(engine)
         return time.monotonic()
 
@@ -195,23 +196,26 @@ class Drill:
             engine.stop()
 
     def _listen(self) -> None:
-        now = time.monotonic()
-        for line in self._trace.lines():
-            if "ok" not in line:
-                continue  # asked, and nothing to load
-            if not line["ok"]:
-                self.found.loads_failed += 1
-            elif line["blocks"]:
-                self.found.loads += 1
-                self.found.loaded_blocks += line["blocks"]
-                self._used_at, self._used = now, now - line["received_ms"] / 1e3
+        """A thread of its own: when a line came has to be known to a hundredth of a second."""
+        while not self._over.wait(LOOK_S):
+            now = time.monotonic()
+            for line in self._trace.lines():
+                if "ok" not in line:
+                    continue  # asked, and nothing to load
+                if not line["ok"]:
+                    self.found.loads_failed += 1
+                elif line["blocks"]:
+                    self.found.loads += 1
+                    self.found.loaded_blocks += line["blocks"]
+                    self._used = now, now - line["received_ms"] / 1e3
 
     def _wait_used(self, since: float) -> float | None:
         """Seconds from `since` to the end of a load that began after it; None if none is seen in time."""
         until = max(since, time.monotonic()) + REUSE_S
         while time.monotonic() < until:
-            if self._used >= since:
-                return self._used_at - since
+            ended, began = self._used
+            if began >= since:
+                return ended - since
             self.pause(LOOK_S)
         return None
 

@@ -94,6 +94,14 @@ class Engine:
         self._reader = threading.Thread(target=self._read, name="engine-events", daemon=True)
         self._reader.start()
 
+    def warm_up(self, num_tokens: int) -> None:
+        """A first request, which takes longer than others: it counts as a part of the start."""
+        stream = self.ask("warm-up", lab.prompt(999_999, num_tokens), 4, top=2)
+        if not stream.over.wait(START_S) or stream.end is not End.OK:
+            raise lab.LabError(f"the first request: {stream.why or 'no end'}\n{self.tail()}")
+        self.stalls.clear()
+        self.silences.clear()
+
     def ask(self, name: str, prompt: list[int], max_tokens: int, top: int = 0) -> Stream:
         """Start a request."""
         stream = Stream(name, max_tokens, time.monotonic())
