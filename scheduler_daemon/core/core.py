@@ -84,7 +84,7 @@ class Core:
             case WorkersListed(workers):
                 recovery.await_workers(desk, workers)
             case DrainBegun(budget_ns):
-                drain.begin(desk, budget_ns)
+                drain.begin_for_shell(desk, budget_ns)
             case TimePassed():
                 pass
         reset.free_some(desk)

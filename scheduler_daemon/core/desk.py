@@ -34,7 +34,8 @@ class Drain:
     end_ns: int  # of the budget of running stores
     cut: bool = False  # the budget is over: they were cancelled
     dropped: int = 0  # stores so cancelled
-    announced: bool = False  # that all is at rest
+    announced: bool = False  # in the log, that all is at rest
+    shell_waits: bool = False  # for AtRest
     links: list[LinkId] = field(default_factory=list)  # that wait for an answer
 
 

@@ -30,12 +30,18 @@ def take_drain(desk: Desk, link: LinkId, ask: DrainAsk) -> None:
     desk.send(link, DrainAnswer(dropped=0, waited_ms=0))
 
 
+def begin_for_shell(desk: Desk, budget_ns: int) -> None:
+    """The shell asks, and is told by AtRest."""
+    begin(desk, budget_ns)
+    assert desk.drain is not None
+    desk.drain.shell_waits = True
+
+
 def begin(desk: Desk, budget_ns: int) -> None:
     """Admit nothing from now on. A second ask may shorten the first one's budget."""
     end_ns = desk.now_ns + budget_ns
     if desk.drain is not None:
         desk.drain.end_ns = min(desk.drain.end_ns, end_ns)
-        desk.drain.announced = False
         return
     desk.drain = Drain(began_ns=desk.now_ns, end_ns=end_ns)
     for lease in list(desk.leases):
@@ -61,7 +67,10 @@ def look(desk: Desk) -> None:
         _answer(desk, drain)
         if not drain.announced:
             drain.announced = True
-            desk.out += [Note(f"at rest; {drain.dropped} stores were dropped"), AtRest()]
+            desk.out.append(Note(f"at rest; {drain.dropped} stores were dropped"))
+        if drain.shell_waits:
+            drain.shell_waits = False
+            desk.out.append(AtRest())
 
 
 def _answer(desk: Desk, drain: Drain) -> None:

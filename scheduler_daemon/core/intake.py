@@ -135,6 +135,7 @@ class Intake:
             return None, survey.accepted, reason
         job_id = self._desk.jobs.next_id()
         missing = survey.missing
+        self._desk.counters.add("keys_evicted", max(0, len(missing) - pool.slots.num_free))
         entries = pool.reserve(index, [keys[at] for at in missing], survey.held, job_id)
         if len(missing) < len(blocks):
             blocks = blocks[missing]

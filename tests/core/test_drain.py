@@ -84,6 +84,14 @@ def test_the_shell_may_ask_too_and_is_told(world):
     assert not any(isinstance(a, AtRest) for a in world.wait(1 * S)), "said once"
 
 
+def test_the_shell_is_told_of_a_drain_that_it_asked_for_and_of_no_other(world):
+    engine = world.engine()
+    engine.hold([1], ticket=1)
+    link = ask(world)
+    assert world.heard(link, DrainAnswer) and not any(isinstance(a, AtRest) for a in world.said)
+    assert any(isinstance(a, AtRest) for a in world.step(DrainBegun(2 * S)))
+
+
 def test_a_second_ask_is_answered_too_and_may_shorten_the_budget(world):
     engine = world.engine()
     job = engine.store(1, 1, [1], [1])

@@ -20,7 +20,7 @@ Commands (keys are k1,k2; blocks 7,8; T a ticket, R a request, J a job, r a rank
     E rotate SALT
     reset NAMESPACE | reset *      an operator; namespaces are called by the engine that is in it: @E
     drain [budget_ms=N] / resume
-    crash [W]                      the daemon dies, the next one reads its table and is told of all workers, and a spare W
+    crash [W]                      the daemon dies; the next one reads its table and hears of all workers and a spare W
     dead W                         the spare is reaped
     E back r                       the worker of rank r drains and attaches anew, on a new link
     wait SECONDS
