@@ -352,7 +352,8 @@ class ClientCore:
         if not self.is_registered:
             self.counters.stale += 1
             return
-        self._adopt(msg.epoch)
+        if self._lookups.expects(msg.lookup):  # the epoch of one that comes again may be over
+            self._adopt(msg.epoch)
         self._lookups.answer(msg, now_ns)
 
     def _on_step_answer(self, msg: StepAnswer, now_ns: int) -> None:

@@ -127,6 +127,10 @@ class Lookups:
         entry = self._entries.get(name)
         return entry is not None and bool(entry.waiting_for) and not entry.known and self.closed is None
 
+    def expects(self, lookup: int) -> bool:
+        """Whether the daemon owes an answer to this question."""
+        return lookup in self._waiting
+
     def answer(self, msg: LookupAnswer, now_ns: int) -> None:
         """Take the daemon's answer; a late one is dropped and its lease given back."""
         was_ended = msg.lookup in self._waiting

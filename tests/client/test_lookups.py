@@ -242,6 +242,18 @@ def test_a_new_epoch_ends_what_was_promised() -> None:
     assert lookup.epoch == 2
 
 
+def test_an_answer_of_an_ended_epoch_that_comes_again_changes_nothing() -> None:
+    """Found by a voyage: an old answer, said once more after a reset, brought the client back to the old epoch."""
+    scene = Scene()
+    old = scene.ask("r", [1])
+    scene.answer(old, 1, Next.END)
+    scene.say(RanksChanged(attached=1, namespace="space", epoch=5, slots=64))
+    before = scene.core.describe()
+    scene.answer(old, 1, Next.END)
+    assert scene.core.describe() == before
+    assert before["epoch"] == 5
+
+
 def test_a_stale_epoch_is_learned_from_its_answer() -> None:
     scene = Scene()
     scene.answer(scene.ask("r", [1]), 0, Next.MISS, reason=Reason.STALE_EPOCH, epoch=4)
