@@ -45,6 +45,9 @@ from kvferry.scheduler_daemon.core.api import (
 from kvferry.scheduler_daemon.core.desk import Desk
 from kvferry.scheduler_daemon.core.slots import Table, zeroed_table
 
+# What comes all the time looks at no namespace but its own.
+HOT = (Lookup, Step, Renew, Done)
+
 
 def plain_table(shape: TableShape) -> Table:
     """A table in plain memory."""
@@ -90,7 +93,8 @@ class Core:
         reset.free_some(desk)
         drain.look(desk)
         actions = desk.take_actions()
-        desk.namespaces.sweep(engine.namespace for engine in desk.engines.values() if engine.namespace is not None)
+        if not (isinstance(event, Received) and isinstance(event.message, HOT)):
+            desk.namespaces.sweep(e.namespace for e in desk.engines.values() if e.namespace is not None)
         return actions
 
     def next_due_ns(self) -> int | None:

@@ -186,6 +186,7 @@ def test_a_namespace_without_entries_or_engines_is_forgotten(worlds):
     engine.rotate(b"2")
     assert len(world.core.status()["namespaces"]) == 2
     engine.hold([3, 4], ticket=2)  # evicts all of the old one
+    world.wait(0)  # looked at now and then, not at every step
     assert len(world.core.status()["namespaces"]) == 1
     for n in range(20):
         engine.rotate(f"{n}".encode())

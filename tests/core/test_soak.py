@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvferry.proto.columns import spans, u8, u32, u64
-from kvferry.proto.control import DrainAsk, RanksChanged, Registered, ResetAsk
+from kvferry.proto.control import DrainAsk, RanksChanged, Registered, ResetAnswer, ResetAsk
 from kvferry.proto.hot import JobsEnded, LookupAnswer, Plan, StepAnswer
 from kvferry.proto.outcome import Kind, Outcome
 from kvferry.scheduler_daemon.core.api import KillWorker, Send, WorkersListed
@@ -68,7 +68,8 @@ class Soak:
         )
         self.crashes = crashes
         self.num_crashes = self.num_recovered = self.num_torn = 0
-        self.epoch: dict[str, int] = {}  # of each space
+        self.epoch: dict[str, int] = {}  # of each space that was ever reset alone since ...
+        self.least = 0  # ... all were, to this one
         self.digest: dict[bytes, str] = {}  # namespace -> space
         self.unheard: dict[int, list[tuple[int, Copy]]] = {}  # worker that no daemon hears -> rank, copy it still does
         self.players = [
@@ -183,16 +184,19 @@ class Soak:
         if not names[space]:
             return
         actions = self.world.send(self.world.open("admin"), ResetAsk(namespace=names[space]))
-        epochs = self.world.core._desk.namespaces
-        for known in ("", "other", "third"):
-            self.epoch[known] = max((epochs.epoch_of(digest) for digest in self.of(known)), default=0)
+        if any(isinstance(action, Send) and isinstance(action.message, ResetAnswer) for action in actions):
+            if space == "*":
+                self.least = max([self.least, *self.epoch.values()]) + 1
+                self.epoch.clear()
+            else:
+                self.epoch[space] = self.epoch_of(space) + 1
         if self.crashes and self.dice.random() < 0.3:
             self.next_daemon(before)
         else:
             self.hear(actions)
 
-    def of(self, space: str) -> list[bytes]:
-        return [digest for digest, known in self.digest.items() if known == space]
+    def epoch_of(self, space: str) -> int:
+        return self.epoch.get(space, self.least)
 
     def name_of(self, player: Player) -> str:
         engines = self.world.core.status()["engines"]
@@ -305,7 +309,7 @@ class Soak:
                     self.num_recovered += 1
                     assert space.digest in self.digest, "a namespace that never was"
                     label = self.digest[space.digest]
-                    name = f"{label}@{self.epoch.get(label, 0)}/{entry.key[1:].rstrip(b'.').decode()}"
+                    name = f"{label}@{self.epoch_of(label)}/{entry.key[1:].rstrip(b'.').decode()}"
                     for rank in range(self.world.tp):
                         found = self.held[rank].get(entry.slot)
                         assert found == name, f"rank {rank} slot {entry.slot} holds {found}, its key says {name}"
@@ -373,7 +377,7 @@ class Soak:
         ):
             names, named_blocks = player.named[ticket]
             by_block = dict(zip(named_blocks, names, strict=True))
-            epoch = self.epoch.get(player.space, 0)
+            epoch = self.epoch_of(player.space)
             mine = [f"{player.space}@{epoch}/{by_block[block]}" for block in blocks[start:stop]]
             copy = Copy(player, Kind(kind), job, slots[start:stop], mine, blocks[start:stop])
             if kind == Kind.STORE:
