@@ -8,14 +8,19 @@
     memory.py    what blocks and slots hold, and a copier that takes its time over each half of a block
     echo.py      old messages said once more
     ledger.py    what was promised at the daemon's door, kept apart from the daemon's own books
-    sidecar.py   the daemon and its workers: real cores, simulated shells
+    table.py     the slot table's bytes, which outlive each daemon
+    daemon.py    one boot of the daemon: the real core, a simulated shell
+    worker.py    one worker from spare to death: the real core, a simulated shell
+    sidecar.py   the supervisor: who is started, killed, reaped, and told of it
+    faults.py    what goes wrong: crashes, stalls, cut links, resets, drains
+    journal.py   the story of each job
     ranks.py     an engine's ranks: real rank cores, simulated GPUs
     engine.py    an engine's scheduler: block allocator, own prefix cache, requests, a real client core
     voyage.py    one seed: draws a world, runs it, drains it, judges it
 
-A failing seed prints `make voyage SEED=n`; with --verbose its log tells who said what to whom, byte for byte the
-same each time. A fault is an event in the clock's queue (`clock.at(when, deed)`): `Worker.die` stops a worker in
-mid-copy, `Daemon.step(WorkerReaped(...))` brings the proof, `LinkEnd.cut` and `StreamEnd.cut` end a connection.
+A failing seed prints `make voyage SEED=n` and the story of the jobs that the failure names; with --verbose its log
+tells who said what to whom, byte for byte the same each time. A fault is an event in the clock's queue. Each process
+is a `Party` (clock.py): its clock is its own, and it may be stopped, let go on and ended at any moment.
 
 Nothing here sleeps, reads a clock or draws from a random source but the seed's own.
 """

@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 
-from .voyage import sail
+from .voyage import sail, story_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
             failed += 1
             print(f"make voyage SEED={seed}")
             print(f"  {outcome.failure}", file=sys.stderr)
+            print("\n".join(outcome.story or story_of(seed)), file=sys.stderr)
             if not args.keep_going:
                 break
     spent = time.perf_counter() - started

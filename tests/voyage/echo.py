@@ -26,3 +26,7 @@ class Echo:
             self.count += 1
             return self._rng.choice(self._old)
         return None
+
+    def forget(self) -> None:
+        """The link on which all this was said is over."""
+        self._old.clear()

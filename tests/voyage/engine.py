@@ -24,7 +24,8 @@ from kvferry.proto.control import Refused
 from kvferry.proto.hot import JobsEnded, LookupAnswer, StepAnswer
 from kvferry.proto.outcome import Kind
 
-from .clock import Clock
+from .clock import MS, Party
+from .daemon import PASSING
 from .echo import Echo
 from .ledger import Broken, Meaning
 from .log import Log
@@ -120,14 +121,14 @@ class Engine:
     def __init__(
         self,
         name: str,
-        clock: Clock,
+        party: Party,
         log: Log,
         rng: random.Random,
         settings: ClientSettings,
         habits: Habits,
         dispatch: Callable[[Work], None],
         draw_request: Callable[["Engine", int], Request | None],
-        connect: Callable[[Callable[[Any], None]], LinkEnd],
+        connect: Callable[[Callable[[Any], None], Callable[[], None]], LinkEnd | None],
         echo: Echo,
     ) -> None:
         self.name = name
@@ -139,7 +140,10 @@ class Engine:
         self.num_done = self.num_loaded = self.num_failed_loads = self.num_tokens = self.num_reused = 0
         self.workload_over = False
         self.idle = False
-        self._clock = clock
+        self.settings = settings
+        self.party = party
+        self.link: LinkEnd | None = None
+        self.found: bool | None = None  # what a probe brought
         self._log = log
         self._rng = rng
         self._dispatch = dispatch
@@ -159,43 +163,77 @@ class Engine:
         self._stored_now: dict[str, int] = {}  # request -> store of the present step
         self._step_due = False
         self._armed_ns: int | None = None
-        self.link = connect(self._from_daemon)
-        self.core.attach(clock.now_ns, software="voyage")
-        self._flush()
+        self._connect = connect
+        self._reach()
         self._plan_step()
 
     # ---- the client core's shell ----------------------------------------------------------------------
 
+    def _reach(self) -> None:
+        if self.link is not None:
+            return
+        self.link = self._connect(self._from_daemon, self._lose_daemon)
+        if self.link is None:
+            self._reach_again()
+            return
+        self.core.attach(self.party.now_ns, software="voyage", pid=1)
+        self._flush()
+
+    def _reach_again(self) -> None:
+        self.party.after(self._rng.randrange(5 * MS, 60 * MS), self._reach)
+
+    def _lose_daemon(self) -> None:
+        self._log(self.name, "has lost the daemon")
+        self.link = None
+        self._echo.forget()
+        self.core.lost(self.party.now_ns)
+        self._flush()
+        self._reach_again()
+
+    def die(self) -> None:
+        """The process is gone."""
+        self.party.end()
+        if self.link is not None:
+            self.link.sever()
+
     def _from_daemon(self, message: Any) -> None:
         self._log(self.name, "<- daemon: {}", message)
         if isinstance(message, Refused):
-            raise Broken(f"{self.name} was refused: {message.code} {message.text}")
-        self.core.on_message(message, self._clock.now_ns)
+            if message.code not in PASSING:
+                raise Broken(f"{self.name} was refused: {message.code} {message.text}")
+            assert self.link is not None
+            self.link.close()
+            self.core.on_message(message, self.party.now_ns)
+            self._lose_daemon()
+            return
+        self.core.on_message(message, self.party.now_ns)
         self._flush()
         if isinstance(message, LookupAnswer | StepAnswer | JobsEnded):
             self._echo.remember(message)
         if (old := self._echo.draw()) is not None:
             self._log(self.name, "<- daemon again: {}", old)
             before = self.core.describe()
-            self.core.on_message(old, self._clock.now_ns)
+            self.core.on_message(old, self.party.now_ns)
             self._flush()
             if self.core.describe() != before:
                 raise Broken(f"I5: {self.name}: {old.TAG} again turns {before} into {self.core.describe()}")
 
     def _flush(self) -> None:
         for message in self.core.outgoing():
+            if self.link is None:
+                continue
             self._log(self.name, "-> daemon: {}", message)
             if not self.link.send(message):
                 raise Broken(f"{self.name}: the link to the daemon is full or lost")
         due = self.core.next_due_ns()
         if due is not None and (self._armed_ns is None or due < self._armed_ns):
             self._armed_ns = due
-            self._clock.at(due, self._tick, due)
+            self.party.at(due, self._tick, due)
 
     def _tick(self, armed_ns: int) -> None:
         if self._armed_ns == armed_ns:
             self._armed_ns = None
-            self.core.tick(self._clock.now_ns)
+            self.core.tick(self.party.now_ns)
             self._flush()
 
     # ---- reports of the ranks ---------------------------------------------------------------------------
@@ -245,7 +283,7 @@ class Engine:
     def _plan_step(self) -> None:
         if not self._step_due and self._step - self._finished_step < self.habits.depth:
             self._step_due = True
-            self._clock.after(self._rng.randrange(*self.habits.gap_ns), self._do_step)
+            self.party.after(self._rng.randrange(*self.habits.gap_ns), self._do_step)
 
     @property
     def has_work(self) -> bool:
@@ -254,7 +292,7 @@ class Engine:
 
     def _do_step(self) -> None:
         self._step_due = False
-        now = self._clock.now_ns
+        now = self.party.now_ns
         if self.habits.waits and not self.core.attached and not self._step:
             self._plan_step()
             return
@@ -514,6 +552,24 @@ class Engine:
                 self._cached[key] = block
                 self._key_of[block] = key
 
+    # ---- after the end -----------------------------------------------------------------------------------
+
+    def probe(self, key: bytes) -> None:
+        """Look one key up; `found` tells."""
+        self.found = None
+        self.core.lookup("probe", [key], self.party.now_ns)
+        self._flush()
+        self.party.after(300 * MS, self._look, 200)
+
+    def _look(self, times: int) -> None:
+        hits = self.core.hits("probe", self.party.now_ns)
+        if hits.ready or not times:
+            self.found = hits.count > 0
+            self.core.finish("probe", self.party.now_ns)
+        else:
+            self.party.after(1 * MS, self._look, times - 1)
+        self._flush()
+
     # ---- at the end -----------------------------------------------------------------------------------
 
     def check_rest(self) -> None:
@@ -530,5 +586,5 @@ class Engine:
             raise Broken(f"I6: {self.name} is not at rest: tickets {self._open}, words {self._words}, client {kept}")
         if len(self._free) != self.habits.num_blocks:
             raise Broken(f"{self.name} lost blocks: {len(self._free)} of {self.habits.num_blocks} are free")
-        if self.link.link.in_flight:
-            raise Broken(f"I6: {self.name}'s link has {self.link.link.in_flight} unacknowledged messages")
+        if self.link is None or self.link.link.in_flight:
+            raise Broken(f"I6: {self.name}'s link is away or has unacknowledged messages")

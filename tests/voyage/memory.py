@@ -16,7 +16,7 @@ import numpy as np
 from kvferry.gpu_worker.api import SubmitCopy
 from kvferry.proto.outcome import Kind
 
-from .clock import US, Clock
+from .clock import US, Party
 
 ZERO = 0
 
@@ -99,7 +99,7 @@ class Copier:
 
     def __init__(
         self,
-        clock: Clock,
+        party: Party,
         rng: random.Random,
         blocks: Halves,
         pool: PoolFile,
@@ -109,8 +109,7 @@ class Copier:
         fail: float,
     ) -> None:
         self.busy: dict[int, SubmitCopy] = {}  # token -> batch
-        self.cut = False
-        self._clock = clock
+        self._party = party
         self._rng = rng
         self._blocks = blocks
         self._pool = pool
@@ -128,12 +127,10 @@ class Copier:
         for slot, block in zip(batch.slots.tolist(), batch.blocks.tolist(), strict=True):
             for half in (0, 1):
                 if good or rng.random() < 0.5:
-                    self._clock.after(rng.randrange(length_ns), self._move, batch, slot, block, half)
-        self._clock.after(length_ns, self._end, batch.token, good)
+                    self._party.after(rng.randrange(length_ns), self._move, batch, slot, block, half)
+        self._party.after(length_ns, self._end, batch.token, good)
 
     def _move(self, batch: SubmitCopy, slot: int, block: int, half: int) -> None:
-        if self.cut:
-            return
         self._on_touch(batch, slot, block)
         if batch.kind == Kind.STORE:
             self._pool.half[half][slot] = self._blocks.half[half][block]
@@ -141,7 +138,5 @@ class Copier:
             self._blocks.half[half][block] = self._pool.half[half][slot]
 
     def _end(self, token: int, good: bool) -> None:
-        if self.cut:
-            return
         del self.busy[token]
         self._on_copied(token, good)

@@ -6,6 +6,9 @@
 On a CPU engine the host is the stream: it moves the marks itself and begins a step's stores after its
 forward. On a streaming engine the host runs ahead, announces marks that the stream reaches later, and is
 already busy with the next step meanwhile.
+
+It finds its worker as a rank client does: knock at the socket, show the memory, wait for the verdict; again after
+each loss, under the same page and core. A load of a lost worker stays open until the proof of that worker's death.
 """
 
 import random
@@ -16,18 +19,20 @@ from kvferry.client.rank_core import RankCore
 from kvferry.client.types import RankReport
 from kvferry.proto import limits
 from kvferry.proto.columns import u64
-from kvferry.proto.layout import Layout
+from kvferry.proto.control import Refused
 from kvferry.proto.outcome import Kind, Outcome
 from kvferry.proto.page import PageWriter
 from kvferry.proto.tether import Begin, RankRegister, RankRegistered, Words
 
-from .clock import MS, US, Clock
+from .clock import MS, US, Party
+from .daemon import PASSING
 from .engine import Work
 from .ledger import Broken, Ledger, Meaning
 from .log import Log
 from .memory import ZERO, Halves, Stamps
-from .net import StreamEnd
-from .sidecar import Worker
+from .net import Network, StreamEnd
+from .sidecar import Sidecar
+from .worker import Worker
 
 
 class Rank:
@@ -37,9 +42,12 @@ class Rank:
         self,
         name: str,
         rank: int,
-        clock: Clock,
+        party: Party,
         log: Log,
         rng: random.Random,
+        net: Network,
+        sidecar: Sidecar,
+        register: RankRegister,
         stamps: Stamps,
         ledger: Ledger,
         num_blocks: int,
@@ -53,10 +61,13 @@ class Rank:
         self.memory = Halves(num_blocks)
         self.page = bytearray(limits.PAGE_BYTES)
         self.core = RankCore(load_timeout_ns)
-        self.worker: Worker
-        self.tether: StreamEnd
+        self.party = party
+        self.tether: StreamEnd | None = None
+        self.workers: list[Worker] = []  # that serve or served it and may be alive
+        self._net = net
+        self._sidecar = sidecar
+        self._register = register
         self._writer = PageWriter(memoryview(self.page))
-        self._clock = clock
         self._log = log
         self._rng = rng
         self._stamps = stamps
@@ -76,51 +87,105 @@ class Rank:
 
     # ---- the tether -----------------------------------------------------------------------------------
 
-    def register(self, engine_id: str, world_size: int, layout: Layout, facts: dict[str, str]) -> None:
-        """Show the memory to the worker."""
-        self.tether.send(
-            RankRegister(engine_id=engine_id, rank=self.rank, world_size=world_size, layout=layout, facts=facts)
+    def knock(self) -> None:
+        """Look for a worker, and show it the memory."""
+        if self.tether is not None:
+            return
+        worker = self._sidecar.spare(self.rank)
+        if worker is None:
+            self._knock_again()
+            return
+        near = StreamEnd(
+            self._net,
+            random.Random(self._rng.getrandbits(64)),
+            self.party,
+            lambda message: self._hear(near, worker, message),
+            lambda: self._lose(near),
         )
+        far = StreamEnd(
+            self._net, random.Random(self._rng.getrandbits(64)), worker.party, worker.from_rank, worker.lose_rank
+        )
+        StreamEnd.join(near, far)
+        self.tether = near
+        self.workers.append(worker)
+        worker.accept(self, far)
+        near.send(self._register)
 
-    def from_worker(self, message: Any) -> None:
-        """A message came in on the tether."""
+    def _knock_again(self) -> None:
+        self.party.after(self._rng.randrange(5 * MS, 60 * MS), self.knock)
+
+    def _hear(self, tether: StreamEnd, worker: Worker, message: Any) -> None:
+        if tether is not self.tether:
+            return
         self._log(self.name, "<- worker: {}", message)
         match message:
-            case RankRegistered(worker=worker):
-                self.core.attach(worker)
+            case RankRegistered(worker=number):
+                self.core.attach(number)
             case Words():
-                self.core.on_message(message, self.worker.id)
+                self.core.on_message(message, worker.id)
+            case Refused(code=code) if code in PASSING:
+                self._lose(tether)
             case _:
                 raise Broken(f"{self.name}: its worker sends {message}")
+
+    def _lose(self, tether: StreamEnd) -> None:
+        """The tether has ended: a notice, no proof."""
+        if tether is self.tether:
+            self._log(self.name, "has lost its worker")
+            tether.close()
+            self.tether = None
+            self.core.lost()
+            self._knock_again()
+
+    def prove(self, worker: Worker) -> None:
+        """The worker's pidfd says that it is dead."""
+        self._log(self.name, "knows {} dead", worker.name)
+        if worker in self.workers:
+            self.workers.remove(worker)
+        if self.tether is not None and self.tether.peer is worker.tether:
+            self._lose(self.tether)
+        self.core.dead(worker.id)
+
+    def break_tether(self) -> None:
+        """The connection ends though both processes live."""
+        if self.tether is not None:
+            self.tether.snap()
+
+    def die(self) -> None:
+        """The process is gone."""
+        self.party.end()
+        if self.tether is not None:
+            self.tether.close()
 
     def _flush(self) -> None:
         for message in self.core.outgoing():
             self._log(self.name, "-> worker: {}", message)
             if isinstance(message, Begin):
                 self.begun.update(dict.fromkeys(u64(message.tickets).tolist(), message.mark))
-            self.tether.send(message)
+            if self.tether is not None:
+                self.tether.send(message)
         due = self.core.next_due_ns()
         if due is not None and (self._armed_ns is None or due < self._armed_ns):
             self._armed_ns = due
-            self._clock.at(due, self._tick, due)
+            self.party.at(due, self._tick, due)
 
     def _tick(self, armed_ns: int) -> None:
         if self._armed_ns == armed_ns:
             self._armed_ns = None
-            self.core.tick(self._clock.now_ns)
+            self.core.tick(self.party.now_ns)
             self._flush()
 
     # ---- work -----------------------------------------------------------------------------------------
 
     def send(self, work: Work) -> None:
         """The scheduler hands over one step; steps arrive in order."""
-        self._arrives_ns = max(self._arrives_ns, self._clock.now_ns + self._rng.randrange(20 * US, 3 * MS))
-        self._clock.at(self._arrives_ns, self._obey, work)
+        self._arrives_ns = max(self._arrives_ns, self.party.now_ns + self._rng.randrange(20 * US, 3 * MS))
+        self.party.at(self._arrives_ns, self._obey, work)
 
     def _obey(self, work: Work) -> None:
-        now = self._clock.now_ns
+        now = self.party.now_ns
         if not self._is_stream and now < self._stream_free_ns:
-            self._clock.at(self._stream_free_ns, self._obey, work)
+            self.party.at(self._stream_free_ns, self._obey, work)
             return
         directive = work.directive
         if directive.revokes:
@@ -136,8 +201,8 @@ class Rank:
         starts = max(now, self._stream_free_ns) + self._rng.randrange(5 * US, 200 * US)
         ends = starts + self._rng.randrange(*self._forward_ns)
         self._stream_free_ns = ends + 1
-        self._clock.at(starts, self._start, work, marks[0])
-        self._clock.at(ends, self._end, work, marks[1])
+        self.party.at(starts, self._start, work, marks[0])
+        self.party.at(ends, self._end, work, marks[1])
 
     def _signal(self, mark: int) -> None:
         if self._writer.signal() != mark:
@@ -149,7 +214,7 @@ class Rank:
             self.memory.write(block, ZERO)
         self._signal(mark)
         if not self._is_stream:
-            self.core.begin_loads(work.directive, mark, self._clock.now_ns)
+            self.core.begin_loads(work.directive, mark, self.party.now_ns)
             self._flush()
         self._read(work)
         for block, key in work.writes:
@@ -179,8 +244,8 @@ class Rank:
                     f"I4: {self.name}: load {end.ticket} failed {Outcome(end.outcome).name} naming {end.failed_blocks}"
                 )
         self._log(self.name, "did step {}: {}", work.step, report)
-        self._reports_ns = max(self._reports_ns, self._clock.now_ns + self._rng.randrange(20 * US, 2 * MS))
-        self._clock.at(self._reports_ns, self._report, self.rank, work.step, report)
+        self._reports_ns = max(self._reports_ns, self.party.now_ns + self._rng.randrange(20 * US, 2 * MS))
+        self.party.at(self._reports_ns, self._report, self.rank, work.step, report)
 
     # ---- checks ---------------------------------------------------------------------------------------
 
@@ -197,7 +262,8 @@ class Rank:
     def _overwrite(self, block: int) -> None:
         """New contents come into a block: whatever may still be published must not be read from it."""
         reached = self._writer.mark()
-        for job, (ticket, kind, _, blocks) in self.worker.copies.items():
+        copies = [item for worker in self.workers for item in worker.copies.items()]
+        for job, (ticket, kind, _, blocks) in copies:
             if block not in blocks or self.begun.get(ticket, reached + 1) > reached:
                 continue
             if kind == Kind.LOAD:
@@ -207,6 +273,8 @@ class Rank:
 
     def may_touch(self, tickets: list[int], kind: Kind, block: int) -> None:
         """The worker's device touches a block now, for one of these tickets."""
+        if self.party.ended:
+            return
         reached = self._writer.mark()
         marked = [ticket for ticket in tickets if self.begun.get(ticket, reached + 1) <= reached]
         if not marked:
@@ -216,5 +284,7 @@ class Rank:
 
     def check_rest(self) -> None:
         """I6 of one rank."""
+        if not self.core.attached:
+            raise Broken(f"liveness: {self.name} has no worker")
         if self.core.open_loads or self.core.awaited_workers() or self._loading:
             raise Broken(f"I6: {self.name} is not at rest: {self.core.awaited_workers()} {self._loading}")

@@ -1,352 +1,213 @@
-"""The daemon and its workers: real cores behind simulated shells.
+"""The sidecar as a whole: the supervisor, one daemon at a time, the workers, and the table that outlives them.
 
-    LinkEnd ──message──▶ Daemon ──Received──▶ Core ──Send──▶ LinkEnd       every step also goes into the ledger
-    LinkEnd, StreamEnd ──▶ Worker ──▶ WorkerCore ──SubmitCopy──▶ Copier
+    Sidecar ──starts──▶ Daemon (a boot) ◀──links── workers, clients
+       │ ───starts──▶ Worker (a spare for each rank, always)
+       └─ after each death: reap ─▶ WorkerReaped to the daemon, proof to the rank; another one starts
 
-A shell's whole work is here in a few lines: turn what comes in into events, carry out actions, pass time
-when it is due. What is added is what a test wants: a second delivery of an old message now and then (I5),
-and a look at each byte that a copier touches.
+The supervisor's own rules are kept: a new daemon is told first of all who lives; a reap is told after the death;
+a killed worker's rank finds the next spare by itself.
 """
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
-from kvferry.gpu_worker import api as worker_api
-from kvferry.gpu_worker.core import WorkerCore
-from kvferry.proto.columns import spans, u8, u32, u64
-from kvferry.proto.control import Attach, Attached, Hello, RankGone, Refused, Welcome
-from kvferry.proto.hot import Cancel, Done, Plan, Renew, Step
-from kvferry.proto.layout import slot_bytes
-from kvferry.proto.outcome import Kind, Outcome
-from kvferry.proto.page import PageReader
-from kvferry.proto.tether import Begin, CancelTickets, Detach, RankRegister, RankRegistered
 from kvferry.scheduler_daemon.core import api as daemon_api
-from kvferry.scheduler_daemon.core.core import Core
 
-from .clock import Clock
+from .clock import MS, US, Clock, Party, S
+from .daemon import Daemon
 from .echo import Echo
 from .ledger import Broken, Ledger
 from .log import Log
-from .memory import Copier, PoolFile
-from .net import LinkEnd, Network, StreamEnd
-
-if TYPE_CHECKING:
-    from .ranks import Rank
-
-# Said again, these must change nothing. A lookup is a question: asked again it is leased again, until that lease ends.
-HOT = (Step, Renew, Done)
+from .memory import PoolFile
+from .net import LinkEnd, Network
+from .table import TableBytes
+from .worker import Worker
 
 
-class Daemon:
-    """The daemon's shell."""
+class Sidecar:
+    """Everything that `kvferry up` runs."""
 
     def __init__(
         self,
-        clock: Clock,
-        log: Log,
-        ledger: Ledger,
-        settings: daemon_api.CoreSettings,
-        echo: Echo,
-        kill: Callable[[int], None],
-    ) -> None:
-        self.core = Core(settings)
-        self.links: dict[int, LinkEnd] = {}
-        self.steps = 0
-        self._clock = clock
-        self._log = log
-        self._ledger = ledger
-        self._echo = echo
-        self._kill = kill
-        self._armed_ns: int | None = None
-
-    def accept(self, end: LinkEnd) -> None:
-        """A peer has connected."""
-        self.links[end.link.id] = end
-
-    def hear(self, link: int, message: Any) -> None:
-        """A message came in on a link."""
-        self._log("daemon", "<- {:x}: {}", link, message)
-        self.step(daemon_api.Received(link, message))
-        if isinstance(message, HOT):
-            self._echo.remember((link, message))
-        if (old := self._echo.draw()) is not None and old[0] in self.links:
-            self._log("daemon", "<- {:x} again: {}", *old)
-            before = self._gauges()
-            self.step(daemon_api.Received(*old))
-            if self._gauges() != before:
-                raise Broken(f"I5: {old[1].TAG} again turns {before} into {self._gauges()}")
-
-    def _gauges(self) -> Any:
-        status = self.core.status()
-        return self.core.at_rest(), status["slots"], status["namespaces"], status["jobs"]
-
-    def step(self, event: Any) -> None:
-        """One step of the core, its books checked against the ledger's, its actions carried out."""
-        self.steps += 1
-        actions = self.core.step(event, self._clock.now_ns)
-        self._ledger.saw(event, actions)
-        self.core.check()
-        for action in actions:
-            match action:
-                case daemon_api.Send(link, message):
-                    self._log("daemon", "-> {:x}: {}", link, message)
-                    if isinstance(message, Refused):
-                        raise Broken(f"the daemon refuses {message.code}: {message.text}")
-                    if link in self.links:
-                        self.links[link].send(message)
-                case daemon_api.CloseLink(link):
-                    self._log("daemon", "closes {:x}", link)
-                    self.links.pop(link, None)
-                case daemon_api.KillWorker(worker, why):
-                    self._log("daemon", "kills {:x}: {}", worker, why)
-                    self._kill(worker)
-                case daemon_api.Note(text):
-                    self._log("daemon", "notes: {}", text)
-        due = self.core.next_due_ns()
-        if due is not None and (self._armed_ns is None or due < self._armed_ns):
-            self._armed_ns = due
-            self._clock.at(due, self._tick, due)
-
-    def _tick(self, armed_ns: int) -> None:
-        if self._armed_ns == armed_ns:
-            self._armed_ns = None
-            self.step(daemon_api.TimePassed())
-
-    def check_rest(self) -> None:
-        """I6 of the daemon."""
-        if any(self.core.at_rest().values()):
-            raise Broken(f"I6: the daemon is not at rest: {self.core.at_rest()}")
-        for link, end in self.links.items():
-            if end.link.in_flight:
-                raise Broken(f"I6: the daemon's link {link:x} has unacknowledged messages")
-
-
-class Worker:
-    """One worker's shell, serving one rank of one engine."""
-
-    def __init__(
-        self,
-        worker: int,
-        rank: int,
         clock: Clock,
         log: Log,
         net: Network,
         rng: random.Random,
         ledger: Ledger,
-        pool: PoolFile,
-        daemon: Daemon,
-        settings: dict[str, Any],
-        copier: dict[str, Any],
-        echo: Echo,
+        pools: list[PoolFile],
+        table: TableBytes,
+        settings: daemon_api.CoreSettings,
+        worker_settings: tuple[dict[str, Any], dict[str, Any]],
+        echo_share: float,
+        draw_party: Callable[[], Party],
     ) -> None:
-        self.id = worker
-        self.name = f"worker{rank}.{worker & 0xFF:x}"
-        self.rank = rank
-        self.core: WorkerCore | None = None
-        self.dead = False
-        self.side: Rank  # the simulated rank it serves: for checks only
-        self.copies: dict[int, tuple[int, Kind, list[int], list[int]]] = {}  # job not reported -> its plan
-        self.owed: set[int] = set()  # tickets begun and not yet worded
+        self.daemon: Daemon | None = None
+        self.workers: dict[int, Worker] = {}  # started and not yet reaped
+        self.boots = self.deaths = self.kills = self.steps = 0
+        self.tears = False  # whether a dying daemon may leave a torn record
         self._clock = clock
         self._log = log
+        self._net = net
         self._rng = rng
         self._ledger = ledger
-        self._pool = pool
+        self._pools = pools
+        self._table = table
         self._settings = settings
-        self._copier_settings = copier
-        self._echo = echo
-        self._daemon = daemon
-        self._armed_ns: int | None = None
-        self._register: RankRegister | None = None
-        self._slots = 0
-        self.link, far = LinkEnd.pair(
-            net, rng.getrandbits(63) | 1, self._from_daemon, lambda m: daemon.hear(far.link.id, m)
+        self._worker_settings = worker_settings
+        self._echo_share = echo_share
+        self._draw_party = draw_party
+        self._is_down = False  # the supervisor too
+        self.start()
+
+    # ---- starting ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """`kvferry up`: a daemon, and a spare for each rank."""
+        self._is_down = False
+        self._start_daemon()
+        for rank in range(len(self._pools)):
+            self._start_spare(rank)
+
+    def _start_daemon(self) -> None:
+        if self._is_down or self.daemon is not None:
+            return
+        rng = self._rng
+        boot = rng.getrandbits(63) | 1
+        self._log("sidecar", "starts daemon {:x}", boot)
+        self.boots += 1
+        self.daemon = Daemon(
+            self._draw_party(),
+            self._log,
+            self._ledger,
+            replace(self._settings, boot=boot),
+            self._table,
+            Echo(random.Random(rng.getrandbits(64)), self._echo_share),
+            self._kill,
+            self.crash_daemon,
         )
+        self.daemon.step(daemon_api.WorkersListed(tuple(self.workers)))
+
+    def _start_spare(self, rank: int) -> None:
+        if self._is_down or any(w.rank == rank and w.side is None for w in self.workers.values()):
+            return
+        rng = self._rng
+        core, copier = self._worker_settings
+        worker = Worker(
+            rng.getrandbits(63) | 1,
+            rank,
+            self._draw_party(),
+            self._log,
+            random.Random(rng.getrandbits(64)),
+            self._ledger,
+            self._pools[rank],
+            self,
+            core,
+            copier,
+            Echo(random.Random(rng.getrandbits(64)), self._echo_share),
+        )
+        self.workers[worker.id] = worker
+        self._log("sidecar", "starts {}", worker.name)
+
+    def taken(self, worker: Worker) -> None:
+        """A spare serves a rank now: the next one is started."""
+        self._clock.after(self._rng.randrange(1 * MS, 20 * MS), self._start_spare, worker.rank)
+
+    # ---- meeting ----------------------------------------------------------------------------------------
+
+    def connect(self, party: Party, on_message: Callable[[Any], None], on_lost: Callable[[], None]) -> LinkEnd | None:
+        """A link to the daemon that listens now; None if none does."""
+        daemon = self.daemon
+        if daemon is None:
+            return None
+        number = self._rng.getrandbits(63) | 1
+        near = LinkEnd(self._net, number, party, on_message, on_lost)
+        far = LinkEnd(
+            self._net, number, daemon.party, lambda message: daemon.hear(number, message), lambda: daemon.lose(number)
+        )
+        LinkEnd.join(near, far)
         daemon.accept(far)
-        self.tether: StreamEnd
-        self.copier: Copier
-        self._send(Hello(role="worker", software="voyage", pid=worker & 0xFFFF))
+        return near
 
-    # ---- the daemon's side ------------------------------------------------------------------------
+    def spare(self, rank: int) -> Worker | None:
+        """A worker that lets a knocking rank in."""
+        return next((w for w in self.workers.values() if w.rank == rank and w.is_free), None)
 
-    def _send(self, message: Any) -> None:
-        if not self.link.send(message):
-            raise Broken(f"{self.name}: the link to the daemon is full or lost")
+    # ---- dying ------------------------------------------------------------------------------------------
 
-    def _from_daemon(self, message: Any) -> None:
-        self._log(self.name, "<- daemon: {}", message)
-        match message:
-            case Welcome():
-                pass
-            case Attached(slots=slots):
-                self._serve(slots)
-            case Plan():
-                self._note_plan(message)
-                self._hot(worker_api.Planned(message))
-            case Cancel():
-                self._hot(worker_api.JobsCancelled(message))
-            case _:
-                raise Broken(f"{self.name}: the daemon sends {message}")
+    def crash_daemon(self) -> None:
+        """The daemon is gone, at once; another one starts."""
+        daemon, self.daemon = self.daemon, None
+        if daemon is None:
+            return
+        self._log("sidecar", "daemon {:x} is dead", daemon.settings.boot)
+        self.deaths += 1
+        self.steps += daemon.steps
+        daemon.party.end()
+        for end in daemon.links.values():
+            end.sever()
+        torn = self._table.tear(self._rng) if self.tears and self._rng.random() < 0.5 else None
+        self._log("sidecar", "torn record: {}", torn)
+        self._ledger.daemon_died(torn)
+        self._clock.after(self._rng.randrange(100 * US, 60 * MS), self._start_daemon)
 
-    def _note_plan(self, plan: Plan) -> None:
-        slots, blocks = u32(plan.slots).tolist(), u32(plan.blocks).tolist()
-        rows = zip(
-            u64(plan.tickets).tolist(),
-            u64(plan.jobs).tolist(),
-            u8(plan.kinds).tolist(),
-            spans(plan.counts),
-            strict=True,
-        )
-        for ticket, job, kind, (start, stop) in rows:
-            self.copies[job] = (ticket, Kind(kind), slots[start:stop], blocks[start:stop])
+    def crash_worker(self, worker: Worker) -> None:
+        """A worker's process has ended, whatever the reason; then it is reaped."""
+        if worker.party.ended:
+            return
+        self._log("sidecar", "{} is dead", worker.name)
+        self.deaths += 1
+        worker.die()
+        self._clock.after(self._rng.randrange(10 * US, 20 * MS), self._reap, worker)
+        if worker.side is not None and worker.tether is not None:
+            # The proof comes after all that was written before the death.
+            seen_ns = max(worker.tether.all_come_ns, self._clock.now_ns) + self._rng.randrange(10 * US, 50 * MS)
+            self._clock.at(seen_ns, worker.side.party.run, worker.side.prove, worker)
 
-    # ---- the rank's side --------------------------------------------------------------------------
+    def _reap(self, worker: Worker) -> None:
+        if self.workers.pop(worker.id, None) is None:
+            return
+        self._log("sidecar", "{} is reaped", worker.name)
+        self._ledger.reaped(worker.id)
+        if self.daemon is not None:
+            self.daemon.step(daemon_api.WorkerReaped(worker.id))
+        self._clock.after(self._rng.randrange(1 * MS, 20 * MS), self._start_spare, worker.rank)
 
-    def from_rank(self, message: Any) -> None:
-        """A message came in on the tether."""
-        self._log(self.name, "<- rank: {}", message)
-        match message:
-            case RankRegister():
-                self._register = message
-                group = message.layout.groups[0]
-                self._send(
-                    Attach(
-                        worker=self.id,
-                        engine_id=message.engine_id,
-                        rank=message.rank,
-                        world_size=message.world_size,
-                        layout_digest=message.layout.digest,
-                        payload_bytes=(group.payload_bytes,),
-                        block_tokens=(group.block_tokens,),
-                        num_blocks=group.num_blocks,
-                        pool_bytes=len(self._pool.gen_open) * slot_bytes(group.payload_bytes),
-                        facts=message.facts,
-                    )
-                )
-            case Begin():
-                self.owed.update(u64(message.tickets).tolist())
-                self._hot(worker_api.Begun(message))
-            case CancelTickets():
-                self._hot(worker_api.TicketsCancelled(message))
-            case Detach():
-                self._step(worker_api.RankLost())
-                self._send(RankGone())
-            case _:
-                raise Broken(f"{self.name}: the rank sends {message}")
+    def crash_all(self) -> None:
+        """SIGKILL of the whole tree; `kvferry up` again once nobody of the old one is left."""
+        self._log("sidecar", "is killed as a whole")
+        self._is_down = True
+        self.crash_daemon()
+        for worker in list(self.workers.values()):
+            self.crash_worker(worker)
+        self._clock.after(self._rng.randrange(20 * MS, 100 * MS), self._start_again)
 
-    def _serve(self, slots: int) -> None:
-        register = self._register
-        assert register is not None
-        group = register.layout.groups[0]
-        settings = worker_api.WorkerSettings(
-            payload_bytes=(group.payload_bytes,),
-            num_blocks=group.num_blocks,
-            num_slots=slots,
-            **self._settings,
-        )
-        self.copier = Copier(
-            self._clock, self._rng, self.side.memory, self._pool, self._touch, self._copied, **self._copier_settings
-        )
-        self.core = WorkerCore(settings, PageReader(memoryview(self.side.page)), self._pool)
-        self.tether.send(RankRegistered(worker=self.id, boot=1, pid=self.id & 0xFFFF, mark_mode="word", slots=slots))
+    def _start_again(self) -> None:
+        if self.workers:
+            self._clock.after(5 * MS, self._start_again)
+        else:
+            self.start()
 
-    # ---- the core's side --------------------------------------------------------------------------
+    def _kill(self, worker_id: int, why: str) -> None:
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            return
+        party = worker.party
+        recently = party.went_on_ns and self._clock.now_ns - party.went_on_ns < 2 * S
+        if not (party.stopped or party.ended or recently or self._settings.grace_ns < 5 * S):
+            raise Broken(f"the daemon kills {worker.name}, which was owing nothing for long: {why}")
+        self.kills += 1
+        self._clock.after(self._rng.randrange(100 * US, 5 * MS), self.crash_worker, worker)
 
-    def _hot(self, event: Any) -> None:
-        self._step(event)
-        self._echo.remember(event)
-        if (old := self._echo.draw()) is not None:
-            self._log(self.name, "again: {}", old)
-            assert self.core is not None
-            before = self._gauges()
-            self._step(old)
-            if self._gauges() != before:
-                raise Broken(f"I5: {self.name}: {old} again turns {before} into {self._gauges()}")
-
-    def _gauges(self) -> Any:
-        assert self.core is not None
-        told = self.core.describe()
-        del told["counters"]
-        return told, sorted(self.copies), sorted(self.copier.busy)
-
-    def _step(self, event: Any) -> None:
-        assert self.core is not None
-        for action in self.core.step(event, self._clock.now_ns):
-            match action:
-                case worker_api.SubmitCopy():
-                    self._log(self.name, "copies {}", action)
-                    self.copier.submit(action)
-                case worker_api.TellDaemon(message):
-                    self._over(message)
-                    self._send(message)
-                case worker_api.TellRank(message):
-                    self.owed.difference_update(u64(message.tickets).tolist())
-                    self._log(self.name, "-> rank: {}", message)
-                    self.tether.send(message)
-        self._arm()
-
-    def _over(self, message: Done) -> None:
-        """What is reported must touch nothing any more."""
-        self._log(self.name, "-> daemon: {}", message)
-        for job, outcome in zip(u64(message.jobs).tolist(), u8(message.outcomes).tolist(), strict=True):
-            copy = self.copies.pop(job, None)
-            if copy is None:
-                raise Broken(f"I4: {self.name} reports job {job:x} twice, or one it was never given")
-            ticket, kind, slots, blocks = copy
-            if kind == Kind.STORE and outcome == Outcome.OK and ticket in self.side.revoked:
-                raise Broken(
-                    f"I3: {self.name} says OK for store {ticket}, whose revoke was written before its last byte"
-                )
-            for batch in self.copier.busy.values():
-                if batch.kind == kind and set(zip(batch.slots.tolist(), batch.blocks.tolist(), strict=True)) & set(
-                    zip(slots, blocks, strict=True)
-                ):
-                    raise Broken(
-                        f"law 1: {self.name} reports ticket {ticket} {Outcome(outcome).name} and still copies it"
-                    )
-
-    def _touch(self, batch: worker_api.SubmitCopy, slot: int, block: int) -> None:
-        kind = batch.kind
-        self._ledger.may_touch(kind, slot)
-        tickets = [
-            ticket
-            for ticket, of_kind, slots, blocks in self.copies.values()
-            if of_kind == kind and slot in slots and block in blocks
-        ]
-        if not tickets:
-            raise Broken(f"law 1: {self.name} touches block {block} and slot {slot} for no job that it has to report")
-        # A plan that this rank never began may name the same places as one that it did.
-        self.side.may_touch([ticket for ticket in tickets if ticket in self.side.begun] or tickets, kind, block)
-
-    def _copied(self, token: int, ok: bool) -> None:
-        self._log(self.name, "copied {} {}", token, ok)
-        self._step(worker_api.Copied(token, ok))
-
-    def _arm(self) -> None:
-        assert self.core is not None
-        due = self.core.next_due_ns(self._clock.now_ns)
-        if due is not None and (self._armed_ns is None or due < self._armed_ns):
-            self._armed_ns = due
-            self._clock.at(due, self._tick, due)
-
-    def _tick(self, armed_ns: int) -> None:
-        if self._armed_ns == armed_ns and not self.dead:
-            self._armed_ns = None
-            self._step(worker_api.TimePassed())
-
-    # ---- faults -----------------------------------------------------------------------------------
-
-    def die(self) -> None:
-        """The process is gone: nothing moves, nothing is said any more."""
-        self.dead = True
-        self.link.cut = self.tether.cut = True
-        if self.core is not None:
-            self.copier.cut = True
+    # ---- resting ----------------------------------------------------------------------------------------
 
     def check_rest(self) -> None:
-        """I6 of one worker."""
-        if self.core is None or self.dead:
-            return
-        if not self.core.at_rest() or self.copies or self.owed or self.copier.busy:
-            raise Broken(f"I6: {self.name} is not at rest: {self.core.describe()} {self.copies} {self.owed}")
+        """I6 of the sidecar."""
+        if self.daemon is None:
+            raise Broken("liveness: no daemon runs")
+        self.daemon.check_rest()
+        for worker in self.workers.values():
+            if worker.party.ended:
+                raise Broken(f"liveness: {worker.name} is dead and not reaped")
+            worker.check_rest()

@@ -215,7 +215,7 @@ def deadlines_end_loads(patch: pytest.MonkeyPatch) -> None:
 PLANTS: list[tuple[Plant, str]] = [
     (publish_at_the_first_rank, ""),
     (count_reports_instead_of_ranks, ""),
-    (no_fence, "I3"),
+    (no_fence, ""),
     (no_revoke_in_the_page, "I3"),
     (revokes_are_read_before_the_copy, "I3"),
     (marks_are_not_waited_for, "mark"),

@@ -1,6 +1,7 @@
 """One seed, one voyage: draw a world, run it, let it drain, judge it.
 
     draw ─▶ sail (faults on, workload on) ─▶ calm (faults off, requests finish) ─▶ rest (I6 must come to hold)
+         ─▶ probe (whoever had something held hits it)
 
 Everything random comes from the seed through one generator per party, so that a change in how often one
 party draws does not reshuffle the others.
@@ -8,23 +9,27 @@ party draws does not reshuffle the others.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.client.core import ClientSettings
 from kvferry.proto import page
 from kvferry.proto.layout import Group, Handle, Layout, Region
+from kvferry.proto.tether import RankRegister
 from kvferry.scheduler_daemon.core import api as daemon_api
 
-from .clock import MS, US, Clock, S
+from .clock import MS, US, Clock, Party, S
 from .echo import Echo
 from .engine import Engine, Habits, Keys, Request, Work
+from .faults import Faults
+from .journal import Journal
 from .ledger import Broken, Ledger
 from .log import Log
 from .memory import PoolFile, Stamps
-from .net import LinkEnd, Network, StreamEnd, Weather
+from .net import LinkEnd, Network, Weather
 from .ranks import Rank
-from .sidecar import Daemon, Worker
+from .sidecar import Sidecar
+from .table import TableBytes
 
 PAYLOAD_BYTES = 4096
 BLOCK_TOKENS = 16
@@ -32,7 +37,7 @@ BLOCK_TOKENS = 16
 DELAYS_NS = ((20 * US, 300 * US), (20 * US, 3 * MS), (1 * MS, 15 * MS), (10 * MS, 50 * MS))
 # Simulated time within which everything must have come to an end once the faults have stopped.
 CALM_NS = 30 * S
-REST_NS = 8 * S
+REST_NS = 20 * S
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ class Outcome:
     tally: dict[str, int]
     lines: list[str]
     digest: str
+    story: list[str] = field(default_factory=list)  # of the jobs that the failure names
+    faults: tuple[str, ...] = ()  # kinds that this voyage has
 
 
 class Voyage:
@@ -57,7 +64,7 @@ class Voyage:
         self._rng = rng = random.Random(seed)
         self.world_size = rng.choices((2, 3, 4, 6, 8), (50, 20, 18, 6, 6))[0]
         num_engines = rng.choices((1, 2, 3), (40, 45, 15))[0]
-        self.num_steps = max(8, 85 // (self.world_size * num_engines))
+        self.num_steps = max(8, 64 // (self.world_size * num_engines))
         self.ring_slots = rng.choice((256, 256, 256, 3))  # of the shared pages' revokes: a short one overruns
         self.num_slots = rng.choice((4, 6, 8, 12, 20))
         self.stamps = Stamps()
@@ -66,22 +73,47 @@ class Voyage:
         self.weather = self._draw_weather()
         self.net = Network(self.clock, self._fork(), self.weather)
         self.pools = [PoolFile(self.num_slots) for _ in range(self.world_size)]
-        self.ledger = Ledger(self.stamps, self.pools)
-        self._echo_share = echo = rng.choice((0.0, 0.0, 0.05, 0.3))
-        self.daemon = Daemon(
-            self.clock, self.log, self.ledger, self._draw_daemon(), Echo(self._fork(), echo), self._kill
-        )
-        self.workers: list[Worker] = []
+        self.journal = Journal(self.clock, keep_log)
+        self.table = TableBytes(self.num_slots, self.world_size, PAYLOAD_BYTES)
+        self.ledger = Ledger(self.stamps, self.pools, self.table, self.journal)
+        self._echo_share = rng.choice((0.0, 0.0, 0.05, 0.3))
+        self._clocks_differ = rng.random() < 0.5
+        self.faults = Faults(self, self._fork())
         self.ranks: dict[str, list[Rank]] = {}
         self.engines: list[Engine] = []
+        self.num_launched = 0
+        self._past: list[Engine] = []  # that have crashed
+        self._launching = 0
         worker_settings, copier = self._draw_worker()
-        for number in range(num_engines):
-            self._launch(f"engine{number}", worker_settings, copier, echo)
+        self.sidecar = Sidecar(
+            self.clock,
+            self.log,
+            self.net,
+            self._fork(),
+            self.ledger,
+            self.pools,
+            self.table,
+            self._draw_daemon(),
+            (worker_settings, copier),
+            self._echo_share,
+            self._draw_party,
+        )
+        self.sidecar.tears = rng.random() < 0.5
+        for _ in range(num_engines):
+            self._launch()
+        self.faults.begin(self.num_steps * num_engines)
 
     # ---- drawing ----------------------------------------------------------------------------------------
 
     def _fork(self) -> random.Random:
         return random.Random(self._rng.getrandbits(64))
+
+    def _draw_party(self) -> Party:
+        """A process, with a clock of its own."""
+        if not self._clocks_differ:
+            return Party(self.clock)
+        rng = self._rng
+        return Party(self.clock, rng.randrange(1_000_000 * S), rng.randrange(-50_000, 50_000))
 
     def _draw_weather(self) -> Weather:
         rng = self._rng
@@ -103,8 +135,9 @@ class Voyage:
             tp_size=self.world_size,
             lease_ns=rng.choice((30 * MS, 300 * MS, 10 * S)),
             lease_share=rng.choice((0.5, 0.5, 1.0, 0.0)),
-            job_ns=rng.choice((20 * MS, 100 * MS, 3 * S)),
-            grace_ns=10 * S,
+            job_ns=rng.choice((20 * MS, 100 * MS, 3 * S)) if not self.faults.are_hangs else rng.choice((20, 100)) * MS,
+            awaited_ns=10 * S if not self.faults.are_hangs else 300 * MS,
+            grace_ns=10 * S if not self.faults.are_hangs else rng.choice((100, 300)) * MS,
             max_in_flight_bytes=rng.choice((2 * block, 6 * block, 1 << 30)),
         )
 
@@ -147,6 +180,7 @@ class Voyage:
     def _draw_request(self, engine: Engine, step: int) -> Request | None:
         """The shared workload: conversations that grow turn by turn, at whichever engine."""
         rng = self._rng
+        self.faults.look()
         if step >= self.num_steps:
             engine.workload_over = True
             return None
@@ -166,11 +200,16 @@ class Voyage:
 
     # ---- launching --------------------------------------------------------------------------------------
 
-    def _launch(self, name: str, worker_settings: dict[str, Any], copier: dict[str, Any], echo: float) -> None:
+    def _launch(self, heir_of: Engine | None = None) -> None:
         rng = self._rng
-        habits = self._draw_habits()
-        facts = {"model": rng.choice(("a", "a", "b"))}
-        salt = rng.choice((b"", b"", b"1"))
+        name = f"engine{self.num_launched}"
+        self.num_launched += 1
+        self._launching += 1
+        if heir_of is not None:
+            habits, facts, salt = heir_of.habits, dict(heir_of.settings.facts), heir_of.meaning[1]
+        else:
+            habits, facts = self._draw_habits(), {"model": rng.choice(("a", "a", "b"))}
+            salt = rng.choice((b"", b"", b"1"))
         is_stream = rng.random() < 0.5
         forward_ns = rng.choice(((100 * US, 1 * MS), (1 * MS, 12 * MS)))
         load_timeout_ns = rng.choice((20 * MS, 5 * S, 5 * S))
@@ -191,54 +230,38 @@ class Voyage:
             rank = Rank(
                 f"{name}.rank{number}",
                 number,
-                self.clock,
+                self._draw_party(),
                 self.log,
                 self._fork(),
+                self.net,
+                self.sidecar,
+                RankRegister(engine_id=name, rank=number, world_size=self.world_size, layout=layout, facts=facts),
                 self.stamps,
                 self.ledger,
                 habits.num_blocks,
                 is_stream,
                 forward_ns,
                 load_timeout_ns,
-                lambda rank, step, report: engine[0].on_report(rank, step, report),
+                lambda rank, step, report: engine[0].party.run(engine[0].on_report, rank, step, report),
             )
-            worker = Worker(
-                rng.getrandbits(63) | 1,
-                number,
-                self.clock,
-                self.log,
-                self.net,
-                self._fork(),
-                self.ledger,
-                self.pools[number],
-                self.daemon,
-                worker_settings,
-                copier,
-                Echo(self._fork(), echo),
-            )
-            rank.worker, worker.side = worker, rank
-            rank.tether, worker.tether = StreamEnd.pair(self.net, self._fork(), rank.from_worker, worker.from_rank)
             self.ranks[name].append(rank)
-            self.workers.append(worker)
-            self.clock.after(rng.randrange(1, 5 * MS), rank.register, name, self.world_size, layout, facts)
+            rank.party.after(rng.randrange(1, 5 * MS), rank.knock)
         self.clock.after(rng.randrange(1, 5 * MS), lambda: engine.append(self._start_engine(name, habits, facts, salt)))
 
     def _start_engine(self, name: str, habits: Habits, facts: dict[str, str], salt: bytes) -> Engine:
         ranks = self.ranks[name]
+        party = self._draw_party()
 
         def dispatch(work: Work) -> None:
             for rank in ranks:
                 rank.send(work)
 
-        def connect(on_message: Callable[[Any], None]) -> LinkEnd:
-            link = self._rng.getrandbits(63) | 1
-            near, far = LinkEnd.pair(self.net, link, on_message, lambda message: self.daemon.hear(link, message))
-            self.daemon.accept(far)
-            return near
+        def connect(on_message: Callable[[Any], None], on_lost: Callable[[], None]) -> LinkEnd | None:
+            return self.sidecar.connect(party, on_message, on_lost)
 
         engine = Engine(
             name,
-            self.clock,
+            party,
             self.log,
             self._fork(),
             ClientSettings(
@@ -257,14 +280,33 @@ class Voyage:
             connect,
             Echo(self._fork(), self._echo_share),
         )
+        self._launching -= 1
         self.engines.append(engine)
         return engine
 
     # ---- faults ---------------------------------------------------------------------------------------
 
-    def _kill(self, number: int) -> None:
-        """The daemon wants a worker dead. In these waters every worker speaks, so this is a failure."""
-        raise Broken(f"the daemon kills worker {number:x}, which was owing nothing for long")
+    @property
+    def all_ranks(self) -> list[Rank]:
+        """The ranks of all living engines."""
+        return [rank for engine in self.engines for rank in self.ranks[engine.name]]
+
+    def crash_engine(self, engine: Engine) -> None:
+        """All processes of an engine are killed; another one with the same model is started in its place."""
+        if engine.party.ended:
+            return
+        self.log("voyage", "{} is killed", engine.name)
+        engine.die()
+        for rank in self.ranks.pop(engine.name):
+            rank.die()
+        self.engines.remove(engine)
+        self._past.append(engine)
+        self._launching += 1
+        self.clock.after(self._rng.randrange(1 * MS, 80 * MS), self._relaunch, engine)
+
+    def _relaunch(self, engine: Engine) -> None:
+        self._launching -= 1
+        self._launch(engine)
 
     # ---- sailing --------------------------------------------------------------------------------------
 
@@ -281,16 +323,28 @@ class Voyage:
             failure = f"{type(error).__name__}: {error}"
         finally:
             page.REVOKE_SLOTS = ring
+        story: list[str] = []
         if failure:
             self.log("voyage", "FAILED {}", failure)
-        return Outcome(self.seed, failure, self.clock.num_run, self._tally(), self.log.lines, self.log.digest())
+            story = self.journal.about(failure)
+        return Outcome(
+            self.seed,
+            failure,
+            self.clock.num_run,
+            self._tally(),
+            self.log.lines,
+            self.log.digest(),
+            story,
+            tuple(self.faults.kinds),
+        )
 
     def _sail(self) -> None:
         clock = self.clock
-        self._until(lambda: bool(self.engines) and all(engine.workload_over for engine in self.engines), CALM_NS)
+        self._until(lambda: self._all(lambda engine: engine.workload_over), CALM_NS)
         self.weather.calm()
+        self.faults.end()
         self.log("voyage", "calm")
-        self._until(lambda: all(engine.idle for engine in self.engines), CALM_NS)
+        self._until(lambda: self._all(lambda engine: engine.idle), CALM_NS)
         self.log("voyage", "resting")
         ends = clock.now_ns + REST_NS
         while True:
@@ -305,6 +359,23 @@ class Voyage:
                 if not clock.run_one():
                     clock.now_ns = stop
         self.ledger.check_ready()
+        self._probe()
+
+    def _all(self, holds: Callable[[Engine], bool]) -> bool:
+        return not self._launching and bool(self.engines) and all(holds(engine) for engine in self.engines)
+
+    def _probe(self) -> None:
+        """Every engine finds what is held under its meaning."""
+        for engine in self.engines:
+            held = [name[1] for name in self.ledger.ready if name[0] == engine.meaning]
+            if not held:
+                continue
+            if not engine.core.attached:
+                raise Broken(f"liveness: {engine.name} is not attached: {engine.core.describe()}")
+            engine.probe(held[0])
+            self._until(lambda engine=engine: engine.found is not None, REST_NS)  # type: ignore[misc]
+            if not engine.found:
+                raise Broken(f"liveness: {engine.name} misses {held[0].hex()}, which is held")
 
     def _until(self, happened: Callable[[], bool], bound_ns: int) -> None:
         ends = self.clock.now_ns + bound_ns
@@ -325,16 +396,14 @@ class Voyage:
         for ranks in self.ranks.values():
             for rank in ranks:
                 rank.check_rest()
-        for worker in self.workers:
-            worker.check_rest()
-            if worker.link.link.in_flight:
-                raise Broken(f"I6: {worker.name}'s link has unacknowledged messages")
-        self.daemon.check_rest()
+        self.sidecar.check_rest()
+        self.faults.check_rest()
 
     def _tally(self) -> dict[str, int]:
-        engines = self.engines
+        engines = [*self._past, *self.engines]
+        sidecar = self.sidecar
         return {
-            "steps": self.daemon.steps,
+            "steps": sidecar.steps + (sidecar.daemon.steps if sidecar.daemon is not None else 0),
             "frames": self.net.frames,
             "dropped": self.net.dropped,
             "jobs_ok": self.ledger.ended_ok,
@@ -345,9 +414,20 @@ class Voyage:
             "loads_ok": sum(engine.num_loaded for engine in engines),
             "loads_failed": sum(engine.num_failed_loads for engine in engines),
             "revokes": sum(engine.core.counters.revokes for engine in engines),
+            "boots": sidecar.boots,
+            "deaths": sidecar.deaths,
+            "kills": sidecar.kills,
+            "recovered": self.ledger.num_recovered,
+            "torn": self.ledger.num_torn,
+            **{f"fault.{kind}": count for kind, count in self.faults.counts.items()},
         }
 
 
 def sail(seed: int, *, keep_log: bool = False) -> Outcome:
     """Run one seed."""
     return Voyage(seed, keep_log=keep_log).run()
+
+
+def story_of(seed: int) -> list[str]:
+    """What became of the jobs that a failing seed's failure names, event by event."""
+    return sail(seed, keep_log=True).story

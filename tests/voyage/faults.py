@@ -1,0 +1,242 @@
+"""What goes wrong in a voyage, when, and how often: drawn from the seed, carried out as events of the clock.
+
+    engine's step ──now and then──▶ strike, a little later ──▶ one deed of this seed's kinds
+
+About half of all seeds have none but the weather's. The others have one to four kinds, each a method below.
+Whatever is stopped goes on again and whatever was killed is started again, so that afterwards all must come to rest.
+"""
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvferry.proto.control import DrainAnswer, DrainAsk, Hello, Refused, ResetAnswer, ResetAsk, Welcome
+
+from .clock import MS, Party, S
+from .engine import Engine
+from .ledger import Broken
+from .net import LinkEnd
+from .ranks import Rank
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from .voyage import Voyage
+
+
+class Faults:
+    """One voyage's misfortunes."""
+
+    def __init__(self, voyage: "Voyage", rng: random.Random) -> None:
+        self.counts: dict[str, int] = {}
+        self.over = False
+        self._voyage = voyage
+        self._rng = rng
+        kinds: dict[str, Callable[[], None]] = {
+            "daemon_crash": self._crash_daemon,
+            "daemon_crash_within": self._burn_daemon,
+            "worker_crash": self._crash_worker,
+            "worker_stall": self._stall_worker,
+            "worker_hang": self._hang_worker,
+            "client_stall": self._stall_client,
+            "rank_stall": self._stall_rank,
+            "engine_crash": self._crash_engine,
+            "rank_crash": self._crash_rank,
+            "sidecar_crash": self._crash_sidecar,
+            "cut_client": self._cut_client,
+            "cut_worker": self._cut_worker,
+            "cut_tether": self._cut_tether,
+            "reset": self._reset,
+            "drain": self._drain,
+            "scribble": self._scribble,
+        }
+        self.kinds: list[str] = []
+        if rng.random() < 0.55:
+            self.kinds = sorted(rng.sample(list(kinds), rng.randrange(1, 5)))
+        self._deeds = [kinds[kind] for kind in self.kinds]
+        self._wanted = rng.randrange(2, 7)
+        self._left = 2 * self._wanted
+        self._rate = 0.0  # of striking in one engine step
+        self._operator = Operator(voyage)
+
+    @property
+    def are_hangs(self) -> bool:
+        """Whether some process stands still for longer than anybody waits."""
+        return "worker_hang" in self.kinds
+
+    def begin(self, num_steps: int) -> None:
+        """The engines will make this many steps."""
+        if self.kinds:
+            self._rate = self._wanted / num_steps
+
+    def end(self) -> None:
+        """No more faults; what an operator has begun he ends."""
+        self.over = True
+        if "drain" in self.kinds:
+            # Behind his last question, however long that takes.
+            self._operator.unanswered += 1
+            self._voyage.clock.after(500 * MS, self._end_drains)
+
+    def _end_drains(self) -> None:
+        self._operator.unanswered -= 1
+        self._operator.ask(DrainAsk(budget_ms=0, resume=True))
+
+    def check_rest(self) -> None:
+        """I4 of the operator's questions."""
+        if self._operator.unanswered:
+            raise Broken(f"I4: {self._operator.unanswered} questions of the operator are unanswered")
+
+    def look(self) -> None:
+        """An engine makes a step: perhaps something happens soon."""
+        if self._rng.random() < self._rate:
+            self._voyage.clock.after(self._rng.randrange(0, 6 * MS), self._strike)
+
+    def _strike(self) -> None:
+        if self.over or not self._left:
+            return
+        self._left -= 1
+        at = self._rng.randrange(len(self._deeds))
+        self.counts[self.kinds[at]] = self.counts.get(self.kinds[at], 0) + 1
+        self._voyage.log("fault", "{}", self.kinds[at])
+        self._deeds[at]()
+
+    # ---- the sidecar ------------------------------------------------------------------------------------
+
+    def _crash_daemon(self) -> None:
+        self._voyage.sidecar.crash_daemon()
+
+    def _burn_daemon(self) -> None:
+        """It dies between two actions of a step, or just before the first of the next one."""
+        daemon = self._voyage.sidecar.daemon
+        if daemon is not None and daemon.fuse is None:
+            daemon.fuse = self._rng.randrange(0, 12)
+
+    def _worker(self) -> Worker | None:
+        living = [w for w in self._voyage.sidecar.workers.values() if not w.party.ended and w.core is not None]
+        busy = [w for w in living if w.copies or w.copier.busy]
+        if busy and self._rng.random() < 0.7:
+            return self._rng.choice(busy)
+        return self._rng.choice(living) if living else None
+
+    def _crash_worker(self) -> None:
+        worker = self._worker()
+        if worker is not None:
+            self._voyage.sidecar.crash_worker(worker)
+
+    def _stall_worker(self) -> None:
+        worker = self._worker()
+        if worker is not None:
+            self._stall(worker.party, self._rng.randrange(1 * MS, 80 * MS))
+
+    def _hang_worker(self) -> None:
+        worker = self._worker()
+        if worker is not None:
+            self._stall(worker.party, self._rng.randrange(500 * MS, 2 * S))
+
+    def _crash_sidecar(self) -> None:
+        self._voyage.sidecar.crash_all()
+
+    def _cut_worker(self) -> None:
+        worker = self._worker()
+        if worker is not None and worker.link is not None:
+            worker.link.sever()
+
+    # ---- engines ----------------------------------------------------------------------------------------
+
+    def _engine(self) -> Engine | None:
+        engines = self._voyage.engines  # none while all of them start anew
+        return self._rng.choice(engines) if engines else None
+
+    def _rank(self) -> Rank | None:
+        ranks = self._voyage.all_ranks
+        return self._rng.choice(ranks) if ranks else None
+
+    def _stall(self, party: Party, for_ns: int) -> None:
+        party.stop()
+        self._voyage.clock.after(for_ns, party.go_on)
+
+    def _stall_client(self) -> None:
+        longest = 7 * S if self._rng.random() < 0.1 else 150 * MS
+        engine = self._engine()
+        if engine is not None:
+            self._stall(engine.party, self._rng.randrange(1 * MS, longest))
+
+    def _stall_rank(self) -> None:
+        rank = self._rank()
+        if rank is not None:
+            self._stall(rank.party, self._rng.randrange(1 * MS, 80 * MS))
+
+    def _crash_engine(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            self._voyage.crash_engine(engine)
+
+    def _crash_rank(self) -> None:
+        """One rank dies; its engine, which cannot go on without it, a little later."""
+        engine = self._engine()
+        if engine is not None:
+            self._rng.choice(self._voyage.ranks[engine.name]).die()
+            self._voyage.clock.after(self._rng.randrange(1 * MS, 80 * MS), self._voyage.crash_engine, engine)
+
+    def _cut_client(self) -> None:
+        engine = self._engine()
+        if engine is not None and engine.link is not None:
+            engine.link.sever()
+
+    def _cut_tether(self) -> None:
+        rank = self._rank()
+        if rank is not None:
+            rank.break_tether()
+
+    # ---- the operator -----------------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        spaces = [b.hex() for b in self._voyage.ledger.namespaces]
+        name = self._rng.choice([*spaces, "*"])
+        self._operator.ask(ResetAsk(namespace=name))
+
+    def _drain(self) -> None:
+        self._operator.ask(DrainAsk(budget_ms=self._rng.choice((0, 5, 100))))
+        self._voyage.clock.after(
+            self._rng.randrange(1 * MS, 60 * MS), self._operator.ask, DrainAsk(budget_ms=0, resume=True)
+        )
+
+    # ---- memory -----------------------------------------------------------------------------------------
+
+    def _scribble(self) -> None:
+        """Somebody writes where nobody may: the slot's header tells, and the bytes must reach no engine."""
+        ledger, pools = self._voyage.ledger, self._voyage.pools
+        slots = [slot for slot in ledger.slots if not ledger.users.get(slot)]
+        if slots:
+            slot, pool = self._rng.choice(slots), self._rng.choice(pools)
+            ledger.spoiled.add(ledger.ready[ledger.slots[slot]])
+            pool.half[1][slot] = -1
+            pool.gen_close[slot] -= 1
+
+
+class Operator:
+    """`kvferry reset` and `kvferry drain`: one question over a link of its own."""
+
+    def __init__(self, voyage: "Voyage") -> None:
+        self.unanswered = 0
+        self._voyage = voyage
+
+    def ask(self, message: Any) -> None:
+        """Say hello, ask, wait for the answer, go. No daemon, no answer."""
+        ends: list[LinkEnd] = []
+
+        def hear(answer: Any) -> None:
+            self._voyage.log("operator", "<- daemon: {}", answer)
+            if isinstance(answer, Welcome):
+                ends[0].send(message)
+            elif isinstance(answer, ResetAnswer | DrainAnswer | Refused):
+                self.unanswered -= 1
+                ends[0].close()
+
+        def lose() -> None:
+            self.unanswered -= 1
+
+        near = self._voyage.sidecar.connect(Party(self._voyage.clock), hear, lose)
+        if near is not None:
+            self.unanswered += 1
+            ends.append(near)
+            near.send(Hello(role="admin", software="voyage"))
