@@ -24,7 +24,10 @@ pytestmark = pytest.mark.process
 @pytest.fixture
 def sidecar(tmp_path):
     made = Sidecar(tmp_path, module="tests.worker.odd_worker")
+    made.ranks = []
     yield made
+    for rank in made.ranks:
+        rank.close()
     made.close()
 
 
@@ -48,7 +51,7 @@ def is_asleep(pid: int) -> bool:
 def stall(sidecar: Sidecar, rank: FakeRank) -> None:
     """From now on a load (ticket 2, into block 9) and a store (ticket 3, of block 4 to slot 7) hang."""
     sidecar.worker.send_signal(signal.SIGUSR1)
-    time.sleep(0.1)
+    wait_for((sidecar.run_dir.path / "stalled").exists, "stall")
     sidecar.plan(2, Kind.LOAD, [9], [5])
     sidecar.plan(3, Kind.STORE, [4], [7])
     rank.begin(2, 3)
@@ -63,6 +66,7 @@ def take_over(sidecar: Sidecar) -> FakeRank:
     sidecar.spawn(WORKER_ID + 1)
     sidecar.make_spare(worker=1)
     rank = FakeRank(sidecar.run_dir)
+    sidecar.ranks.append(rank)
     sidecar.serve(rank, worker=1)
     return rank
 
@@ -79,7 +83,6 @@ def test_nothing_is_said_of_a_copy_that_hangs_until_its_process_is_dead(sidecar,
     assert rank.at_end()
     again = take_over(sidecar)
     assert transfer(sidecar, again, 4, Kind.LOAD, [9, 10], [5, 7]) == (Outcome.TORN, [10])
-    again.close()
 
 
 def test_a_cancelled_copy_that_goes_on_after_all_closes_its_count(sidecar, rank):
@@ -160,11 +163,13 @@ def test_a_stopped_worker_dies_of_the_kill_and_what_it_was_storing_is_torn(sidec
     assert sidecar.worker.wait(2) == -signal.SIGKILL
     again = take_over(sidecar)
     assert transfer(sidecar, again, 4, Kind.LOAD, [9, 10], [5, 7]) == (Outcome.TORN, [10])
-    again.close()
 
 
 def test_a_worker_that_wakes_after_it_was_replaced_publishes_nothing(sidecar, rank):
-    """Stopped in the middle of a store; its daemon gave its link up, its rank went on with another worker."""
+    """Stopped in the middle of a store; its daemon gave its link up, its rank went on with another worker.
+
+    Whether it closes the slot's header depends on what it sees first; only its `done` could publish it.
+    """
     stall(sidecar, rank)
     sidecar.worker.send_signal(signal.SIGSTOP)
     wait_for(lambda: is_asleep(sidecar.worker.pid), "stop")
@@ -178,9 +183,8 @@ def test_a_worker_that_wakes_after_it_was_replaced_publishes_nothing(sidecar, ra
     assert sidecar.wait_exit(3) == 0
     assert not [message for _, message in sidecar.daemon.inbox if isinstance(message, Done)]
     link = sidecar.daemon.link
-    assert transfer(sidecar, again, 5, Kind.LOAD, [9, 10, 11], [0, 5, 7]) == (Outcome.TORN, [11])
+    assert transfer(sidecar, again, 5, Kind.LOAD, [9, 10], [0, 5]) == (Outcome.OK, [])
     assert link == sidecar.daemon.link and np.array_equal(again.kv[:, 9], pattern)
-    again.close()
 
 
 def test_a_worker_that_wakes_under_another_boot_drains_before_it_serves(sidecar, rank):
