@@ -35,8 +35,8 @@ from kvferry.proto.schema import Message
 log = logging.getLogger("kvferry.client")
 
 IDLE_S: Final = 0.050  # how long the own thread sleeps when nothing is due
-RETRY_S: Final = 0.5  # first wait before looking for a daemon again; doubles up to the next one
-RETRY_MAX_S: Final = 2.0
+RETRY_S: Final = 0.1  # first wait before looking for a daemon again; doubles up to the next one
+RETRY_MAX_S: Final = 1.0
 REFUSED_RETRY_S: Final = 10.0  # a refusal stands until somebody changes something
 # Refusals that pass by themselves: the daemon has not yet noticed that an earlier link of ours is over.
 PASSING: Final = frozenset({"register.engine_taken", "frame.link", "daemon.lost"})

@@ -138,7 +138,7 @@ class Supervisor:
             return []
         match event:
             case Begin():
-                return self._begin()
+                return self._begin(now_ns)
             case Spawned(child, pid):
                 self.children[child].pid = pid
                 return self._tell_workers()
@@ -170,20 +170,20 @@ class Supervisor:
 
     # ---- starting ------------------------------------------------------------------------------------
 
-    def _begin(self) -> list[Action]:
+    def _begin(self, now_ns: int) -> list[Action]:
         if self.phase is not Phase.IDLE:
             return []
         self.phase = Phase.STARTING
         daemon = self._new_child(-1)
-        return [SpawnDaemon(daemon)]
+        # The daemon first: it is told who lived before it, and that is nobody. Workers wait for it by themselves.
+        return [SpawnDaemon(daemon), *self._spawn_spares(now_ns)]
 
     def _ready(self, child: int, now_ns: int) -> list[Action]:
         one = self.children.get(child)
         if one is None or one.life is not Life.STARTING or self.phase not in _ALIVE:
             return []
         one.life = Life.SPARE
-        actions = self._spawn_spares(now_ns) if one.rank < 0 else []
-        actions += self._tell_workers()
+        actions = self._tell_workers()
         if self.phase is not Phase.SERVING and self._complete():
             self.phase = Phase.SERVING
             actions.append(TellReady(again=self._served))

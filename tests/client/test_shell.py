@@ -346,7 +346,7 @@ def test_a_lost_daemon_is_looked_for_at_a_bounded_pace() -> None:
         s.client._connect = refuse
         for _ in range(200):
             s.turn(50)
-        assert 4 <= tries <= 8
+        assert 8 <= tries <= 15, "100 ms, doubling up to 1 s, for 10 s"
 
 
 def test_registration_is_the_same_after_a_loss() -> None:
@@ -503,4 +503,4 @@ def test_waiting_for_a_sidecar_that_is_not_there_ends_at_its_timeout(tmp_path: P
         begin = time.monotonic()
         assert not client.wait_attached(0.1)
         assert time.monotonic() - begin < 2
-        assert shell.RETRY_S == 0.5
+        assert shell.RETRY_S <= 0.1 <= shell.RETRY_MAX_S <= 1, "a restarted daemon is found within a second"

@@ -6,7 +6,6 @@
 Nothing here is imported by the product; other tests may copy or import it.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -19,7 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from kvferry.cli.ask import ask_status
 from kvferry.net.paths import RunDir
+from kvferry.supervise.rundir import read_lock
 
 T = TypeVar("T")
 KVFERRY = [sys.executable, "-m", "kvferry.cli.main"]
@@ -103,11 +104,10 @@ class Sidecar:
     # ---- questions -----------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """What `kvferry status --json` says; AssertionError if it says nothing."""
-        done = kvferry("status", "--json", "--run-dir", self.run_dir)
-        assert done.returncode == 0, done.stdout + done.stderr
-        answer: dict[str, Any] = json.loads(done.stdout)
-        return answer
+        """What `kvferry status --json` says, asked without a process of its own."""
+        run_dir = RunDir.at(self.run_dir)
+        _, doing = read_lock(run_dir) or (0, "absent")
+        return {"state": doing, "pid": self.pid, **ask_status(run_dir, timeout_s=20)}
 
     def children(self) -> set[int]:
         """Pids of all living children of the supervisor."""
@@ -162,6 +162,8 @@ class Sidecar:
 
     def kill(self, *, files: bool = True) -> None:
         """SIGKILL to the supervisor and whatever it leaves behind; no questions asked. Its `files` go too."""
+        if sys.exc_info()[0] is not None:
+            print("\n".join(self.lines))
         self.children()
         self._process.kill()
         self._process.wait()

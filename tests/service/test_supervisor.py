@@ -72,11 +72,11 @@ class Drill:
             self.do(Exited(child, 0))
 
 
-def test_the_daemon_is_started_first_and_one_spare_a_rank_after_it_is_ready() -> None:
-    drill = Drill(tp_size=3)
-    assert drill.do(Begin()) == [SpawnDaemon(drill.daemon)]
-    drill.do(Ready(drill.daemon))
-    assert sorted(a.rank for a in drill.last if isinstance(a, SpawnWorker)) == [0, 1, 2]
+def test_the_daemon_is_started_first_and_hears_of_nobody_then_one_spare_a_rank() -> None:
+    core = Supervisor(Rules(tp_size=3), new_id=itertools.count(1).__next__)
+    daemon, *spares = core.step(Begin(), S)
+    assert isinstance(daemon, SpawnDaemon)
+    assert [a.rank for a in spares if isinstance(a, SpawnWorker)] == [0, 1, 2]
 
 
 def test_ready_is_said_once_when_the_last_spare_is_ready() -> None:
@@ -157,8 +157,6 @@ def test_a_child_that_dies_before_the_first_ready_ends_the_start_with_its_name()
     for tp_size, victim in ((1, "daemon"), (1, "rank 0")):
         drill = Drill(tp_size)
         drill.do(Begin())
-        if victim != "daemon":
-            drill.do(Ready(drill.daemon))
         drill.do(Exited(drill.daemon if victim == "daemon" else drill.spares[0], 1))
         drill.end_all()
         [finish] = drill.of(Finish)
