@@ -46,7 +46,7 @@ class Lab:
     def say(self, link: LinkId, message: object, name: str = "") -> list[Action]:
         self.now += 1_000_000
         began = time.thread_time()
-        actions = self.core.step(Received(link, message), self.now)  # type: ignore[arg-type]
+        actions = self.core.step(Received(link, message), self.now)
         if name:
             self.spent[name].append((time.thread_time() - began) * 1e6)
         return actions

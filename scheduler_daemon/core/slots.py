@@ -125,7 +125,7 @@ class SlotTable:
     def adopt(self, kept: npt.NDArray[np.bool_]) -> None:
         """Go on with records that an earlier daemon wrote: READY where `kept`, all others FREE."""
         rest = np.flatnonzero(~kept)
-        drop = rest[self._table["format"][rest] != 0]
+        drop = rest[(self._table["format"][rest] != 0) | (self._state[rest] != 0)]  # a torn one may lack either
         self._table[drop] = np.zeros((), dtype=RECORD)
         self._free = rest[::-1].tolist()
         self.num_ready = int(np.count_nonzero(kept))
