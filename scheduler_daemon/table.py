@@ -78,7 +78,7 @@ class TableFile:
         self._boots, self._epochs = header.boots + 1, header.epochs
         self._put(replace(header, boots=self._boots))
         shape = TableShape(header.num_slots, header.slot_bytes, header.pool_bytes)
-        return Recovered(shape, self._records(header.num_slots), header.epochs)
+        return Recovered(shape, self._records(header.num_slots), header.epochs, self._boots)
 
     def make(self, shape: TableShape) -> Table:
         """A zeroed table of this shape, shape (num_slots,) of RECORD; replaces an earlier one.
@@ -97,7 +97,7 @@ class TableFile:
         self._page[:] = bytes(HEADER_BYTES)
         table = self._records(shape.num_slots)
         table.view(np.uint8)[:] = 0
-        self._boots = 1
+        self._boots = max(1, self._boots)  # counts on: generations hang on it
         self._put(
             Header(
                 machine=self._machine,

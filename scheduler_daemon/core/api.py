@@ -142,6 +142,7 @@ class Recovered:
     shape: TableShape
     table: Table
     epochs: tuple[tuple[bytes, int], ...] = ()
+    boots: int = 2  # daemons that have held the table, this one included: on record before the core is built
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,9 @@ from kvferry.scheduler_daemon.core.index import Entry, KeyIndex
 from kvferry.scheduler_daemon.core.pool import HostPool
 from kvferry.scheduler_daemon.core.slots import RECORD, SlotState, Table, sound
 
-# Beyond any generation that a record which is torn now may have had: more than one step can give.
-GENERATION_GAP = 1 << 32
+# Each boot gives generations of its own, beyond any that an earlier one gave: the records cannot tell which those
+# were, as the highest may have stood in a record that is torn now, or was dropped by a daemon that died since.
+BOOT_SHIFT = 40
 
 
 # ---- the table -------------------------------------------------------------------------------------
@@ -49,7 +50,7 @@ def recover(desk: Desk, left: Recovered) -> None:
     kept = np.zeros(len(table), dtype=np.bool_)
     kept[[entry.slot for entry in entries]] = True
     num_lost = int(np.count_nonzero(~kept & ~(whole & (state == SlotState.FREE)) & (table["format"] != 0)))
-    desk.pool = HostPool(len(table), lambda _: table, highest + GENERATION_GAP)
+    desk.pool = HostPool(len(table), lambda _: table, max(highest, left.boots << BOOT_SHIFT))
     desk.pool.adopt(kept, entries)
     desk.counters.add("keys_recovered", len(entries))
     desk.counters.add("records_dropped", num_lost)

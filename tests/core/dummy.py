@@ -104,6 +104,7 @@ class World:
         )  # deadlines to the nanosecond, where a test says nothing of it
         self.settings = {"tp": tp, "slots": slots, **settings}
         self.boot = boot
+        self.boots = 1
         self.shape: TableShape | None = recovered.shape if recovered else None
         self.table: Table | None = recovered.table if recovered else None
         self.epochs = recovered.epochs if recovered else ()
@@ -120,8 +121,10 @@ class World:
         """The next daemon, over what this one's file holds; None: the supervisor has said nothing yet."""
         recovered = None
         if self.shape is not None and self.table is not None:
-            recovered = Recovered(self.shape, self.table.copy() if table is None else table, self.epochs)
+            table = self.table.copy() if table is None else table
+            recovered = Recovered(self.shape, table, self.epochs, self.boots + 1)
         fresh = World(boot=self.boot + 1, recovered=recovered, **self.settings)
+        fresh.boots = self.boots + 1
         fresh.now = self.now + 1 * S
         fresh._workers = self._workers
         if workers is not None:

@@ -106,6 +106,20 @@ def test_a_generation_is_never_given_twice_whatever_was_torn(world):
     assert int(later.table["generation"].max()) > highest
 
 
+def test_no_two_boots_give_one_generation_even_if_the_records_know_of_neither(world):
+    """Found by a voyage: a daemon died amid its first write, and the next one gave the same generation again."""
+    engine = world.engine()
+    engine.hold([1, 2], ticket=1)
+    assert world.table is not None
+    table = world.table.copy()
+    later = world.restart(table=table.copy())
+    back(later).store(1, 1, [7], [7])
+    given = int(later.table["generation"].max())
+    last = later.restart(table=table.copy())  # nothing of that write has reached memory
+    back(last).store(1, 1, [8], [8])
+    assert int(last.table["generation"].max()) > given
+
+
 def test_the_oldest_generation_is_evicted_first(worlds):
     world = worlds(slots=4)
     engine = world.engine()
