@@ -62,8 +62,7 @@ def main(argv: list[str] | None = None) -> int:
             log.warning("what an earlier daemon left in %s is dropped: %s", table.path, table.discarded)
         core = Core(settings, make_table=table.make, recovered=recovered)
         daemon = Daemon(run_dir, core, control, table)
-        gc.collect()
-        gc.freeze()
+        gc.freeze()  # nothing of this is garbage: whoever collects ever again passes it by
         daemon.run()
     except (KvferryError, OSError) as error:
         log.error("%s", error)
