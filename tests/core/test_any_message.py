@@ -22,7 +22,7 @@ from kvferry.proto.control import (
 from kvferry.proto.hot import Done, Lookup, Renew
 from kvferry.scheduler_daemon.core.api import DrainBegun, Send, WorkersListed
 
-from .dummy import Job, S
+from .dummy import Engine, Job, S, come_to_rest
 
 OF_ROLE: dict[str, list[Any]] = {
     "client": ["step", "step", "step", Lookup, Lookup, Renew, Rotate],
@@ -108,6 +108,27 @@ def any_message(dice: random.Random, engine: Any, role: str) -> Any:
             epoch=dice.choice([0, 0, 0, 0, 1]),
         )
     return kind(salt=b"s") if kind is Rotate else kind()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nor_does_one_to_a_daemon_that_came_after_another(worlds, seed):
+    """Whatever state the last one died in, and whoever of its peers speaks first."""
+    dice = random.Random(1000 + seed)
+    world = worlds(slots=dice.choice([4, 12]), job_ns=5 * S, grace_ns=S)
+    engine = world.engine(num_blocks=20)
+    for _ in range(3):
+        for _ in range(40):
+            link, role = dice.choice([(engine.link, "client"), *((n, "worker") for n in engine.worker_link.values())])
+            world.send(link, any_message(dice, engine, role))
+        listed = list(engine.worker.values())
+        world = world.restart(dice.choice([None, [], listed, [*listed, 999]]))
+        engine = Engine(world, "e", num_blocks=20)
+        for who in dice.sample(["client", 0, 1], 3):
+            engine.register() if who == "client" else engine.attach(who)
+    world.step(WorkersListed(()))
+    for worker in range(1, 8):
+        world.reap(worker)
+    come_to_rest(world)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -245,9 +245,9 @@ def test_a_reset_costs_what_is_under_way_and_not_what_is_held(num_keys, worlds):
         world.core.check = lambda: None  # type: ignore[method-assign]
         engine.hold(range(num_keys), ticket=n + 1)
         link = world.open("admin")
-        began = time.perf_counter()
+        began = time.thread_time()
         world.send(link, ResetAsk(namespace="*"))
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.thread_time() - began)
         hear(engine)
         while world.core.status()["expired"]:
             world.wait(0)
