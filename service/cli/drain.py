@@ -17,6 +17,8 @@ from kvferry.units import parse_seconds
 HELP = "take nothing new and let what runs end"
 # Beyond the stores' budget: a load ends by its own deadline, and whoever then owes a word is killed.
 MARGIN_S: Final = 60.0
+MAX_S: Final = 3600.0
+FIX: Final = "give a time of at most an hour, as 500ms, 10s or 2m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         budget_s = parse_seconds(arguments.timeout)
     except ValueError as error:
-        raise ConfigError("settings.timeout", f"--timeout: {error}", "give a time, as 500ms, 10s or 2m") from None
+        raise ConfigError("settings.timeout", f"--timeout: {error}", FIX) from None
+    if budget_s > MAX_S:
+        raise ConfigError("settings.timeout", f"--timeout: {arguments.timeout} is more than {MAX_S:g} s", FIX)
     run_dir = settings_of(arguments).directory()
     if read_lock(run_dir) is None:
         print(f"no kvferry runs at {run_dir.path}", file=sys.stderr)

@@ -5,11 +5,13 @@ before it is answered, so that no restart brings anything back.
 """
 
 import argparse
+import re
 import sys
 
 from kvferry.cli.ask import ask
 from kvferry.cli.flags import add_settings, settings_of
 from kvferry.proto.control import ResetAnswer, ResetAsk
+from kvferry.proto.errors import ConfigError
 from kvferry.supervise.rundir import read_lock
 
 HELP = "forget what is stored, at once"
@@ -25,6 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, and say what was forgotten; 1 if there is no sidecar."""
+    if arguments.namespace is not None and not re.fullmatch(r"[0-9a-fA-F]{1,64}", arguments.namespace):
+        raise ConfigError(
+            "settings.namespace",
+            f"--namespace: {arguments.namespace!r} is no namespace",
+            "give the hex digits that `kvferry status` shows under namespaces, or --all",
+        )
     run_dir = settings_of(arguments).directory()
     if read_lock(run_dir) is None:
         print(f"no kvferry runs at {run_dir.path}", file=sys.stderr)

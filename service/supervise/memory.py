@@ -21,6 +21,14 @@ class Machine:
     available: int | None  # MemAvailable
     cgroup_free: int | None  # memory.max - memory.current of the tightest cgroup above us
 
+    def after(self, freed_bytes: int) -> "Machine":
+        """The same once this much of /dev/shm has been given back."""
+        return Machine(
+            self.shm_free + freed_bytes,
+            None if self.available is None else self.available + freed_bytes,
+            None if self.cgroup_free is None else self.cgroup_free + freed_bytes,
+        )
+
 
 def read_machine(shm: Path = SHM, root: Path = Path("/")) -> Machine:
     """Look. `root` stands in front of /proc and /sys, for tests."""

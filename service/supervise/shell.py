@@ -132,11 +132,12 @@ class Sidecar:
         self._signals = Signals()
         s = self._settings
         try:
-            self._adopted, lines = sweep.take_over(self._run_dir, s.tp_size, s.rank_bytes - PAGE_BYTES)
+            self._adopted, lines = sweep.take_over(
+                self._run_dir, s.tp_size, s.rank_bytes - PAGE_BYTES, check=self._check_memory
+            )
             for line in lines:
                 log.info("%s", line)
             if not self._adopted:
-                memory.check(s.rank_bytes * s.tp_size, memory.read_machine())
                 self._make_pools()
             self._listeners = [rundir.listen(self._run_dir.rank(r)) for r in range(self._settings.tp_size)]
             self._selector.register(self._signals, selectors.EVENT_READ)
@@ -162,6 +163,9 @@ class Sidecar:
             log.info("stopped: %s", self._finish.text)
         log.info("%s", left)
         return self._finish.code
+
+    def _check_memory(self, freed_bytes: int) -> None:
+        memory.check(self._settings.rank_bytes * self._settings.tp_size, memory.read_machine().after(freed_bytes))
 
     def _leave_pool(self) -> str:
         """Keep the pool or drop it; the line that says so."""

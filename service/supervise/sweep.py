@@ -14,7 +14,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -29,11 +29,17 @@ MODULES: Final = ("kvferry.scheduler_daemon", "kvferry.gpu_worker")
 
 
 def take_over(
-    run_dir: RunDir, tp_size: int, slots_bytes: int, patience_s: float = PATIENCE_S
+    run_dir: RunDir,
+    tp_size: int,
+    slots_bytes: int,
+    check: Callable[[int], None] = lambda _freed_bytes: None,
+    patience_s: float = PATIENCE_S,
 ) -> tuple[bool, list[str]]:
     """Whether a kept pool is there and fits these ranks and sizes; and lines for the log.
 
-    ConfigError if a process that is none of our children holds a file.
+    `check` refuses, by raising, a new pool that this machine cannot hold; it is given the bytes that go first,
+    and asked before they do: a wrong size must not cost what was kept. ConfigError if a process that is none of
+    our children holds a file.
     """
     lines = free_files(run_dir, patience_s)
     for path in [run_dir.daemon, run_dir.tether, *run_dir.path.glob("rank-*.sock")]:
@@ -45,8 +51,10 @@ def take_over(
         named = ", ".join(path.name for path in others[:4]) + (", ..." if len(others) > 4 else "")
         lines.append(f"left alone: {size} of other run dirs in {run_dir.table.parent}: {named}")
     if found is None:
+        check(0)
         return False, lines
     if found.unusable:
+        check(found.nbytes)
         for path in found.files:
             path.unlink(missing_ok=True)
         lines.append(f"discarded what an earlier run kept, {found}: {found.unusable}")

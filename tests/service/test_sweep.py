@@ -115,6 +115,21 @@ def test_what_does_not_fit_goes_with_one_line_that_says_why(
     assert files(run_dir) == []
 
 
+def test_a_size_that_this_machine_cannot_hold_costs_nothing_of_what_was_kept(run_dir: RunDir) -> None:
+    leave(run_dir)
+    asked: list[int] = []
+
+    def check(freed_bytes: int) -> None:
+        asked.append(freed_bytes)
+        raise ConfigError("host_memory.shm", "too large")
+
+    with pytest.raises(ConfigError, match="too large"):
+        sweep.take_over(run_dir, 2, 1 << 50, check)
+    assert len(files(run_dir)) == 3
+    assert asked == [kept.size_of(kept.own_files(run_dir))], "what would go first counts as free"
+    assert sweep.take_over(run_dir, 2, SLOTS_BYTES, check)[0], "what fits needs no new memory"
+
+
 def test_another_boot_of_the_machine_keeps_nothing(run_dir: RunDir) -> None:
     leave(run_dir, machine=bytes(16))
     adopted, [line] = sweep.take_over(run_dir, 2, SLOTS_BYTES)
