@@ -4,6 +4,7 @@ import argparse
 import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from .drill import Plan, run
@@ -24,6 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="keep logs in this folder (a short path: sockets live in it)")
     given = parser.parse_args(argv)
     kinds = tuple(kind for kind in KINDS if not given.only or any(word in kind.name for word in given.only))
+    if given.only:
+        kinds = tuple(replace(kind, weight=max(kind.weight, 1)) for kind in kinds)
     if not kinds:
         parser.error("no kind of fault has that in its name: " + "; ".join(kind.name for kind in KINDS))
     plan = Plan(given.minutes, given.tp, given.seed, given.users, given.talks, kinds=kinds, folder=given.keep)

@@ -44,6 +44,16 @@ def of_processes(subject: str, pids: Iterable[int]) -> Sample | None:
     return Sample(subject, {"fds": fds, "threads": threads, "private_mib": private_kib / 1024})
 
 
+def of_group(subject: str, pgid: int) -> list[Sample]:
+    """One sample for each name of process in a group."""
+    names: dict[str, list[int]] = {}
+    for pid in group(pgid):
+        with suppress(OSError):
+            names.setdefault(Path(f"/proc/{pid}/comm").read_text().strip(), []).append(pid)
+    found = (of_processes(f"{subject} {name}", pids) for name, pids in names.items())
+    return [sample for sample in found if sample is not None]
+
+
 def of_files(subject: str, paths: Iterable[Path]) -> Sample:
     """Number and size of these files."""
     count, nbytes = 0, 0

@@ -34,6 +34,7 @@ from .talks import make_talks
 
 SHAPE = ModelShape(layers=4)
 BLOCK, NUM_BLOCKS = 32, 100  # 3168 tokens of cache: a quarter of what the users talk about
+UNPROVOKED_S = 3.0  # so long after a stop its consequences may come
 REUSE_S = 20.0  # how long a cycle waits for the cache to be used again
 LOOK_S = 0.02
 # Short, so that a stopped worker is replaced within the goal; a copy here takes milliseconds.
@@ -52,7 +53,7 @@ class Plan:
     talks: int = 20
     turns: tuple[int, ...] = (400, 60, 60)  # tokens that each turn adds
     answer_tokens: int = 24
-    host_memory: str = "40MiB"  # holds about 8,000 tokens: some come back, some were evicted
+    host_memory: str = "24MiB"  # holds about half of what the users say: some comes back, some was evicted
     kinds: tuple[Kind, ...] = KINDS
     folder: Path | None = None  # keeps logs there; a temporary one otherwise
     quiet: bool = False
@@ -103,6 +104,7 @@ class Drill:
                 self._take(crowd)
             self.pause(1.0)
             self._look_at_rest()
+            self._look_for_unprovoked_kills()
         return self.found
 
     def _baseline(self, model: Path) -> list[Known]:
@@ -222,7 +224,7 @@ class Drill:
     def _sample(self) -> None:
         engine, daemon = self._engines[-1], self.sidecar.daemon()
         looks = [
-            census.of_processes(f"engine {len(self._engines)}", census.group(engine.pgid)),
+            *census.of_group(f"engine {len(self._engines)}", engine.pgid),
             census.of_processes(f"daemon {daemon}", [daemon] if daemon else []),
             census.of_processes(f"supervisor {self.sidecar.pid}", [self.sidecar.pid]),
             census.of_files("the sidecar's files", self.sidecar.files()),
@@ -239,6 +241,13 @@ class Drill:
         (self._folder / "status.json").write_text(done.stdout)
         flat = {**status, **status.get("jobs", {}), **status.get("slots", {})}
         self.found.at_rest = {name: flat[name] for name in GAUGES if isinstance(flat.get(name), int)}
+
+    def _look_for_unprovoked_kills(self) -> None:
+        """A worker that the sidecar killed, though nobody had stopped it."""
+        stops = [fault for fault in self.found.faults if "SIGSTOP" in fault.kind]
+        for moment, line in self.sidecar.said("killing rank"):
+            if not any(fault.began < moment < fault.settled + UNPROVOKED_S for fault in stops):
+                self.complain(f"unprovoked: {line}")
 
     def _take(self, crowd: Crowd) -> None:
         tally, found = crowd.tally, self.found

@@ -141,7 +141,13 @@ def kill_engine(scene: Scene) -> float | None:
     return scene.restart_engine()
 
 
+def nothing(_scene: Scene) -> float | None:
+    """For comparison: `--only nothing`."""
+    return time.monotonic()
+
+
 KINDS = (
+    Kind("nothing", 0, nothing),
     Kind("worker SIGKILL", 3, kill_worker, deaths=1),
     Kind("worker SIGSTOP", 3, stop_worker, deaths=1),
     Kind("daemon SIGKILL", 3, kill_daemon, is_return=True, deaths=1),

@@ -140,7 +140,7 @@ def table(found: Findings) -> str:
     for one in found.growth:
         grown = "  GROWS" if one.is_leak else ""
         out.append(
-            f"  {one.subject:24}{one.measure:14}{one.samples:4} samples{one.first:10.1f} {one.last:10.1f}{grown}"
+            f"  {one.subject:30}{one.measure:14}{one.samples:4} samples{one.first:10.1f} {one.last:10.1f}{grown}"
         )
     for name, texts in (("failed", found.failed), ("wrong", found.wrong), ("complaints", found.complaints)):
         out += [f"{name}: {text}" for text in texts[:10]]

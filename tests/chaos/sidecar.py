@@ -32,7 +32,7 @@ class Sidecar:
         self._command = [*KVFERRY, "up", "--run-dir", str(run_dir), "--tp-size", str(tp_size)]
         self._command += ["--host-memory", host_memory, *flags]
         self._log = log.open("a", buffering=1)
-        self._lines: list[str] = []
+        self._lines: list[tuple[float, str]] = []
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._ended: set[int] = set()  # pids of supervisors before this one, for `children`
@@ -79,7 +79,11 @@ class Sidecar:
         return sorted(self.run_dir.table.parent.glob(f"kvferry-{self.run_dir.instance}*"))
 
     def last_lines(self, count: int = 30) -> str:
-        return "\n".join(self._lines[-count:])
+        return "\n".join(line for _, line in self._lines[-count:])
+
+    def said(self, words: str) -> list[tuple[float, str]]:
+        """Its lines with these words, each with its moment."""
+        return [(moment, line) for moment, line in self._lines if words in line]
 
     # ---- deeds ---------------------------------------------------------------------------------------
 
@@ -173,9 +177,9 @@ class Sidecar:
         assert process.stdout is not None
         with process.stdout as output:
             for line in output:
-                self._lines.append(line.rstrip())
+                self._lines.append((time.monotonic(), line.rstrip()))
                 with suppress(ValueError):  # closed at the end
-                    self._log.write(f"{time.monotonic():.3f} {line}")
+                    self._log.write(f"{time.monotonic():.3f} {line.rstrip()}\n")
                 if line.startswith("kvferry ready"):
                     self.readies.append(time.monotonic())
 
