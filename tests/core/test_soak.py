@@ -69,6 +69,7 @@ class Soak:
         self.crashes = crashes
         self.num_crashes = self.num_recovered = self.num_torn = 0
         self.epoch: dict[str, int] = {}  # of each space that was ever reset alone since ...
+        self.generations: dict[int, int] = {}  # ever given -> to which job
         self.least = 0  # ... all were, to this one
         self.digest: dict[bytes, str] = {}  # namespace -> space
         self.unheard: dict[int, list[tuple[int, Copy]]] = {}  # worker that no daemon hears -> rank, copy it still does
@@ -382,6 +383,9 @@ class Soak:
             copy = Copy(player, Kind(kind), job, slots[start:stop], mine, blocks[start:stop])
             if kind == Kind.STORE:
                 player.stored[ticket] = set(copy.blocks)
+                for generation in u64(plan.generations)[start:stop].tolist():
+                    other_job = self.generations.setdefault(generation, job)
+                    assert other_job == job, f"generation {generation} was given to job {other_job:x} too"
             for slot, name in zip(copy.slots, mine, strict=True):
                 if kind == Kind.STORE:
                     other = busy.get(slot)
