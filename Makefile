@@ -5,7 +5,7 @@ BIN := .venv/bin
 VLLM := .venv-vllm/bin
 PIP := install --quiet --disable-pip-version-check
 
-.PHONY: help setup check format test demo demo-vllm test-vllm chaos up voyage bench-vllm clean
+.PHONY: help setup check format test demo demo-vllm test-vllm chaos faults up voyage bench-vllm clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*## */\t/' | expand -t 14
@@ -56,6 +56,10 @@ test-vllm: .venv-vllm/ready ## tests with a real vLLM on CPU
 
 chaos: .venv-vllm/ready ## ten minutes of a real vLLM under load while everything is killed and stopped at random
 	@$(VLLM)/python -m tests.chaos --minutes 10
+
+faults: setup ## the table of all faults, and the long drills (some twenty minutes)
+	@$(BIN)/python -m tests.process.fault_table
+	@$(BIN)/python -m pytest -m faults tests/process
 
 up: setup ## start a sidecar for one engine on this machine (Ctrl-C ends it)
 	@$(BIN)/kvferry up --tp-size 1 --host-memory 4GiB --device cpu
