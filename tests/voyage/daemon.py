@@ -4,7 +4,7 @@
 
 A shell's whole work is here in a few lines: turn what comes in into events, carry out actions, pass time when it
 is due. What is added is what a test wants: a second delivery of an old message now and then (I5), and an end at
-any moment, also between two actions of one step (`fuse`).
+any moment: between two actions of one step (`fuse`), and amid the records that a step writes (`dies_amid`).
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from kvferry.proto.control import Refused
 from kvferry.proto.hot import Done, Renew, Step
 from kvferry.scheduler_daemon.core import api as daemon_api
 from kvferry.scheduler_daemon.core.core import Core
+from kvferry.scheduler_daemon.core.slots import Table
 
 from .clock import Party
 from .echo import Echo
@@ -40,13 +41,14 @@ class Daemon:
         table: TableBytes,
         echo: Echo,
         kill: Callable[[int, str], None],
-        burnt: Callable[[], None],
+        burnt: Callable[[Table | None], None],
     ) -> None:
         self.party = party
         self.settings = settings
         self.links: dict[int, LinkEnd] = {}
         self.steps = 0
         self.fuse: int | None = None  # actions that are still carried out before the end
+        self.dies_amid = False  # the next time that it writes records
         self._log = log
         self._ledger = ledger
         self._table = table
@@ -91,14 +93,19 @@ class Daemon:
         if self.party.ended:
             return
         self.steps += 1
+        before = self._table.records.copy() if self.dies_amid else None
         actions = self.core.step(event, self.party.now_ns)
+        if before is not None and len(before) and before.tobytes() != self._table.records.tobytes():
+            self._log("daemon", "dies amid {}", event)
+            self._burnt(before)
+            return
         self._ledger.saw(event, actions)
         self.core.check()
         for action in actions:
             if self.fuse is not None:
                 self.fuse -= 1
                 if self.fuse < 0:
-                    self._burnt()
+                    self._burnt(None)
                     return
             match action:
                 case daemon_api.Send(link, message):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.proto.control import DrainAnswer, DrainAsk, Hello, Refused, ResetAnswer, ResetAsk, Welcome
 
-from .clock import MS, Party, S
+from .clock import MS, US, Party, S
 from .engine import Engine
 from .ledger import Broken
 from .net import LinkEnd
@@ -88,7 +88,15 @@ class Faults:
     def look(self) -> None:
         """An engine makes a step: perhaps something happens soon."""
         if self._rng.random() < self._rate:
-            self._voyage.clock.after(self._rng.randrange(0, 6 * MS), self._strike)
+            tries = self._rng.choice((0, 40))
+            self._voyage.clock.after(self._rng.randrange(0, 6 * MS), self._wait_for_copies, tries)
+
+    def _wait_for_copies(self, tries: int) -> None:
+        """The worst moment is amid a copy: wait a little for one."""
+        if tries and not any(w.core is not None and w.copier.busy for w in self._voyage.sidecar.workers.values()):
+            self._voyage.clock.after(200 * US, self._wait_for_copies, tries - 1)
+        else:
+            self._strike()
 
     def _strike(self) -> None:
         if self.over or not self._left:
@@ -105,9 +113,13 @@ class Faults:
         self._voyage.sidecar.crash_daemon()
 
     def _burn_daemon(self) -> None:
-        """It dies between two actions of a step, or just before the first of the next one."""
+        """It dies between two actions of a step, before the first of the next one, or amid writing records."""
         daemon = self._voyage.sidecar.daemon
-        if daemon is not None and daemon.fuse is None:
+        if daemon is None or daemon.fuse is not None or daemon.dies_amid:
+            return
+        if self._rng.random() < 0.5:
+            daemon.dies_amid = True
+        else:
             daemon.fuse = self._rng.randrange(0, 12)
 
     def _worker(self) -> Worker | None:

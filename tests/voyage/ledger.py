@@ -150,10 +150,11 @@ class Ledger:
         """A daemon has read what the last one left."""
         self._boot = boot
 
-    def daemon_died(self, torn: int | None) -> None:
+    def daemon_died(self, torn: int | None, unsure: set[int]) -> None:
         """Nothing of this boot goes on but copies; what is held is what the table says, and must be what was promised.
 
-        `torn`: the slot whose record was left half written.
+        `torn`: the slot whose record is broken. `unsure`: slots whose records the daemon was changing; what it was
+        about to publish may be held, what it was about to give away may be gone.
         """
         self._journal.everybody("the daemon dies", self.live)
         self.num_lost += sum(job.ended is None for job in self.live.values())
@@ -163,17 +164,20 @@ class Ledger:
         self.live = {}
         self._engines, self._seats, self._links, self.pending = {}, {}, {}, {}
         self._is_draining = False
+        self._epochs = self._table.epochs()
         found: dict[Name, tuple[int, int]] = {}
         for digest, key, slot, generation in self._table.ready():
             if digest not in self._meanings:
                 raise Broken(f"crash: slot {slot} is READY under a namespace that nobody stored in")
             name = (self._meanings[digest], key)
             promised = self.ready.get(name) or self._doubtful.get(name)
-            if promised != (slot, generation):
+            if promised is None and slot in unsure:
+                self._is_whole(name, slot, generation, "crash: published amid the daemon's death")
+            elif promised != (slot, generation):
                 raise Broken(f"crash: the table says that slot {slot} holds {name}; promised was {promised}")
             found[name] = (slot, generation)
         for name, place in self.ready.items():
-            if name not in found and place[0] != torn:
+            if name not in found and place[0] != torn and place[0] not in unsure:
                 raise Broken(f"crash: {name} was held in slot {place[0]}; the table has lost it")
         self.num_torn += torn is not None and torn in self.slots
         self.num_recovered += len(found)
@@ -538,10 +542,7 @@ class Ledger:
         if job.wish.voided:
             raise Broken(f"I3: store {job.job:x} (ticket {job.ticket}) was voided or written over, and is published")
         for name, slot, generation in zip(job.names, job.slots, job.generations, strict=True):
-            for rank, pool in enumerate(self._pools):
-                self._holds(rank, pool, slot, name, f"I1: store {job.job:x} ended OK")
-                if not pool.gen_open[slot] == pool.gen_close[slot] == generation:
-                    raise Broken(f"rule 4: store {job.job:x} ended OK; rank {rank}'s header of slot {slot} is open")
+            self._is_whole(name, slot, generation, f"I1: store {job.job:x} ended OK")
             self.ready[name] = (slot, generation)
             self.slots[slot] = name
 
@@ -574,6 +575,12 @@ class Ledger:
         if not pool.holds(slot, self._stamps.of(name[0], name[1], rank)):
             wanted = self._stamps.text(self._stamps.of(name[0], name[1], rank))
             raise Broken(f"{why}: slot {slot} holds {pool.text(slot, self._stamps)}, not {wanted}")
+
+    def _is_whole(self, name: Name, slot: int, generation: int, why: str) -> None:
+        for rank, pool in enumerate(self._pools):
+            self._holds(rank, pool, slot, name, why)
+            if not pool.gen_open[slot] == pool.gen_close[slot] == generation:
+                raise Broken(f"rule 4: {why}; rank {rank}'s header of slot {slot} is open")
 
     def check_ready(self) -> None:
         """Every READY slot holds its key's stamps on every rank."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.scheduler_daemon.core import api as daemon_api
+from kvferry.scheduler_daemon.core.slots import Table
 
 from .clock import MS, US, Clock, Party, S
 from .daemon import Daemon
@@ -136,8 +137,11 @@ class Sidecar:
 
     # ---- dying ------------------------------------------------------------------------------------------
 
-    def crash_daemon(self) -> None:
-        """The daemon is gone, at once; another one starts."""
+    def crash_daemon(self, before: Table | None = None) -> None:
+        """The daemon is gone, at once; another one starts.
+
+        `before`: the records before the step amid which it died.
+        """
         daemon, self.daemon = self.daemon, None
         if daemon is None:
             return
@@ -147,9 +151,10 @@ class Sidecar:
         daemon.party.end()
         for end in daemon.links.values():
             end.sever()
+        unsure = self._table.change_in_part(before, self._rng) if before is not None else set()
         torn = self._table.tear(self._rng) if self.tears and self._rng.random() < 0.5 else None
-        self._log("sidecar", "torn record: {}", torn)
-        self._ledger.daemon_died(torn)
+        self._log("sidecar", "torn record: {}, half written: {}", torn, sorted(unsure))
+        self._ledger.daemon_died(torn, unsure)
         self._clock.after(self._rng.randrange(100 * US, 60 * MS), self._start_daemon)
 
     def crash_worker(self, worker: Worker) -> None:

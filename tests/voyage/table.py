@@ -40,7 +40,7 @@ class TableBytes:
         self._epochs = header.epochs
         self._put(replace(header, boots=header.boots + 1))
         shape = TableShape(header.num_slots, header.slot_bytes, header.pool_bytes)
-        return Recovered(shape, self.records, header.epochs)
+        return Recovered(shape, self.records, header.epochs, header.boots + 1)
 
     def make(self, shape: TableShape) -> Table:
         """A zeroed table in place of an earlier one."""
@@ -61,14 +61,18 @@ class TableBytes:
 
     # ---- the voyage's side -----------------------------------------------------------------------------
 
+    def epochs(self) -> dict[bytes, int]:
+        """What the header has on record; nothing before there is a table, which then has nothing to serve either."""
+        header = read_header(memoryview(self.page))
+        return dict(header.epochs) if header is not None else {}
+
     def digest(self, slot: int) -> bytes:
         """The namespace that the record of `slot` names."""
         return self.records["namespace"][slot].tobytes()
 
     def ready(self) -> list[tuple[bytes, bytes, int, int]]:
         """(namespace, key, slot, generation) of each whole READY record of a present epoch, oldest first."""
-        header = read_header(memoryview(self.page))
-        epochs = dict(header.epochs) if header is not None else {}
+        epochs = self.epochs()
         found = []
         for slot in np.flatnonzero(sound(self.records) & (self.records["state"] == SlotState.READY)).tolist():
             record = self.records[slot]
@@ -78,9 +82,24 @@ class TableBytes:
                 found.append((digest, key, slot, int(record["generation"])))
         return sorted(found, key=lambda row: row[3])
 
+    def change_in_part(self, before: Table, rng: random.Random) -> set[int]:
+        """The daemon dies amid its writes: of the records that differ from `before` some are new, some old, one torn.
+
+        The slots of those records.
+        """
+        old, new = (records.view(np.uint8).reshape(-1, RECORD.itemsize) for records in (before, self.records))
+        changed = np.flatnonzero((old != new).any(axis=1)).tolist()
+        for slot in changed:
+            if rng.random() < 0.5:
+                upto = rng.choice((0, 8 * rng.randrange(RECORD.itemsize // 8)))  # memory is written in words
+                new[slot, upto:] = old[slot, upto:]
+        return set(changed)
+
     def tear(self, rng: random.Random) -> int | None:
         """Leave one record half written; its slot, or None if there is none to tear."""
         written = np.flatnonzero(self.records["format"]).tolist()
+        ready = np.flatnonzero(self.records["state"] == SlotState.READY).tolist()
+        written = ready if ready and rng.random() < 0.7 else written
         if not written:
             return None
         slot = rng.choice(written)

@@ -4,7 +4,7 @@ Each plant is a small change to a real core, of the kind that somebody makes whi
 simulator must find it within a few dozen seeds.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -24,10 +24,7 @@ from kvferry.scheduler_daemon.core.desk import Desk
 from kvferry.scheduler_daemon.core.jobs import Effect, State, TransferJobStatus, Turn
 from kvferry.scheduler_daemon.core.pool import HostPool
 
-from .voyage import sail
-
-MOST_SEEDS = 250
-Plant = Callable[[pytest.MonkeyPatch], Any]
+from .planting import Plant, find
 
 
 def publish_at_the_first_rank(patch: pytest.MonkeyPatch) -> None:
@@ -237,11 +234,4 @@ PLANTS: list[tuple[Plant, str]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("plant", "promise"), PLANTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_planted_bug_is_found(plant: Plant, promise: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    for seed in range(MOST_SEEDS):
-        outcome = sail(seed)
-        if outcome.failure:
-            print(f"{plant.__name__}: seed {seed}: {outcome.failure}")
-            assert promise in outcome.failure
-            return
-    pytest.fail(f"{MOST_SEEDS} seeds and no failure")
+    find(plant, promise, monkeypatch)

@@ -64,7 +64,7 @@ class Voyage:
         self._rng = rng = random.Random(seed)
         self.world_size = rng.choices((2, 3, 4, 6, 8), (50, 20, 18, 6, 6))[0]
         num_engines = rng.choices((1, 2, 3), (40, 45, 15))[0]
-        self.num_steps = max(8, 64 // (self.world_size * num_engines))
+        self.num_steps = max(8, 52 // (self.world_size * num_engines))
         self.ring_slots = rng.choice((256, 256, 256, 3))  # of the shared pages' revokes: a short one overruns
         self.num_slots = rng.choice((4, 6, 8, 12, 20))
         self.stamps = Stamps()
