@@ -33,7 +33,7 @@ def main() -> NoReturn:
     """Run one worker and leave by os._exit: mappings and copy threads go with the process, not with cleanup code."""
     options = parse()
     set_up()
-    process.be_child(f"kvferry-rank-{options.rank}")
+    process.name_process(f"kvferry-rank-{options.rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, who stops us in order
     # A copy thread that comes back from a copy waits for the interpreter's lock at most this long (default 5 ms).
     sys.setswitchinterval(0.0005)

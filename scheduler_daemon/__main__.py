@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--in-flight-bytes", type=int, default=1 << 30)
     arguments = parser.parse_args(argv)
     logs.set_up()
-    process.be_child("kvferry-daemon")
+    process.name_process("kvferry-daemon")
     # The supervisor stops us over the control channel; a Ctrl-C in its terminal is its business.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     boot = BootId(secrets.randbits(64) or 1)

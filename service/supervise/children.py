@@ -1,7 +1,8 @@
 """Child processes: started by exec, heard over a control channel, watched by a pidfd, reaped here alone.
 
 Nothing is forked and kept: a child is a fresh `python -m`, inherits exactly the descriptors it needs, and
-learns of the supervisor's end from its control channel, even when the supervisor had no time to say anything.
+learns of the supervisor's end from its control channel, even when the supervisor had no time to say anything. The
+kernel kills one that cannot listen.
 """
 
 import os
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry.net.channel import Channel
+from kvferry.process import end_with_parent
 
 
 class Process:
@@ -27,6 +29,8 @@ class Process:
                 env={**os.environ, **env},
                 # Ctrl-C in a terminal goes to the whole foreground group: children are stopped by us, in order.
                 process_group=0,
+                # Before the exec, so that there is no moment in which a child could outlive us. We have one thread.
+                preexec_fn=end_with_parent,
             )
         self.pid = self._popen.pid
         self.pidfd = os.pidfd_open(self.pid)
