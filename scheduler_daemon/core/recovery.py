@@ -85,13 +85,12 @@ def _entries(table: Table, slots: list[int], homes: list[KeyIndex | None]) -> li
     """Entries of slots, oldest first, one a key: of two the newer; entered in their indexes."""
     raw = np.ascontiguousarray(table["key"][slots]).tobytes()
     sizes = table["key_bytes"][slots].tolist()
-    entries: list[Entry] = []
-    append = entries.append
-    at = 0
-    for slot, home, size in zip(slots, homes, sizes, strict=True):
-        if home is not None:
-            append(home.put(raw[at : at + size], slot))
-        at += MAX_KEY_BYTES
+    starts = range(0, len(raw), MAX_KEY_BYTES)
+    entries = [
+        home.put(raw[at : at + size], slot)
+        for slot, home, size, at in zip(slots, homes, sizes, starts, strict=True)
+        if home is not None
+    ]
     doubled = {id(home): home for home in homes if home is not None}
     if sum(home.recount() for home in doubled.values()) < len(entries):
         entries = [entry for entry in entries if entry.home is not None and entry.home.find([entry.key])[0] is entry]
