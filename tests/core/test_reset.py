@@ -136,6 +136,20 @@ def test_no_later_daemon_serves_a_key_of_an_ended_epoch(worlds):
         come_to_rest(later)
 
 
+@pytest.mark.parametrize("digits", [12, 32, 64])
+def test_a_recovered_namespace_that_no_engine_has_named_yet_is_reset_by_its_name_too(world, digits):
+    """Records carry the first half of a namespace's name; an operator may have all of it."""
+    engine = world.engine()
+    engine.hold([1, 2], ticket=1)
+    [name] = [e["namespace"] for e in world.core.status()["engines"]]
+    later = world.restart()
+    assert reset(later, name[:digits]).keys == 2
+    again = later.engine()
+    assert later.heard(again.link, RanksChanged)[-1].epoch == 1
+    assert later.sums()["ready"] == 0
+    come_to_rest(later)
+
+
 def test_the_slots_of_many_keys_are_freed_some_a_step_and_are_there_for_who_needs_them(worlds):
     world = worlds(slots=4000, tp=1)
     engine = world.engine(num_blocks=5000)
