@@ -39,7 +39,6 @@ UNMAP_S: Final = 2.0  # of a dead engine's memory
 LOAD_S: Final = 6.0  # its timeout at the rank, the daemon's deadline and grace, and a busy machine
 CALL_S: Final = 1.0  # no call of an engine's thread takes longer
 RECOVER_S: Final = 40.0  # processes start slowly on a busy machine
-RESTARTS: Final = 4  # deaths of daemon or spares within half a minute that a sidecar surely bears
 
 STORED: Final = list(range(24))  # blocks whose keys are stored once
 MOVING: Final = list(range(24, 48))  # blocks of the store that is under way
@@ -112,7 +111,6 @@ class Bench:
         self._home = tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp")
         self.run_dir = Path(self._home.name) / "run"
         self._past: list[Sidecar] = []
-        self._deaths: list[float] = []
         self._threads = concurrent.futures.ThreadPoolExecutor(2)
         self._number = 0
         self.spare = FarEngine()
@@ -146,7 +144,7 @@ class Bench:
     def play(self, row: Row) -> Played:
         """The whole of it: AssertionError with the reason if a promise is broken."""
         self._number += 1
-        self._be_ready(row)
+        self._be_ready()
         played = Played()
         old_workers = list(self.engine.worker_pids)
         ticket, text = 0, f"row {self._number}"
@@ -171,16 +169,8 @@ class Bench:
         self._judge(row, played, ticket, text)
         return played
 
-    def _be_ready(self, row: Row) -> None:
-        """Served, rested, and with a sidecar that bears another death."""
-        now = time.monotonic()
-        self._deaths = [at for at in self._deaths if at > now - 31]
-        if len(self._deaths) >= RESTARTS and (row.part in ("worker", "daemon")):
-            # Started anew where it stood, and warm.
-            self.sidecar.stop(signal.SIGTERM)
-            self._past.append(self.sidecar)
-            self.sidecar = self._start()
-            self._deaths.clear()
+    def _be_ready(self) -> None:
+        """Served, and with nothing left of the row before."""
         self.be_served()
         self.engine.words.clear()
         self.engine.ends.clear()
@@ -220,8 +210,6 @@ class Bench:
             self._threads.submit(kvferry, "down", "--keep", "--run-dir", self.run_dir)
         else:
             send(signal.SIGTERM)
-        if row.part == "daemon" or (row.part == "worker" and row.moment == "during attach"):
-            self._deaths.append(strike.at)
         if row.ends_sidecar:
             strike.next_sidecar = self._threads.submit(self._start_again)
         return strike
@@ -277,7 +265,6 @@ class Bench:
     def kill_daemon(self) -> None:
         """SIGKILL to the daemon; it is dead when this returns."""
         pid = self.sidecar.daemon()
-        self._deaths.append(time.monotonic())
         os.kill(pid, signal.SIGKILL)
         until(lambda: not alive(pid), 5, "the daemon is dead")
 
@@ -475,7 +462,7 @@ class Bench:
     # ---- sidecars ------------------------------------------------------------------------------------
 
     def _start(self) -> Sidecar:
-        flags = ["--job-deadline", f"{DEADLINE_S}s", "--kill-grace", f"{GRACE_S}s", "--lease", "2s"]
+        flags = ["--job-deadline", f"{DEADLINE_S}s", "--kill-grace", f"{GRACE_S}s", "--lease", "2s", "--restarts", "99"]
         return Sidecar(*flags, tp_size=2, host_memory="384MiB", run_dir=self.run_dir)
 
     def _start_again(self) -> Sidecar:

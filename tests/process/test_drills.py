@@ -70,7 +70,6 @@ def test_daemons_killed_under_load_again_and_again_cost_misses_and_nothing_grows
     seen, workers = [], []
     bench.be_served()
     for number in range(count):
-        killed = time.monotonic()
         bench.begin_store(f"load {number}")
         bench.kill_daemon()
         bench.be_served()
@@ -82,9 +81,23 @@ def test_daemons_killed_under_load_again_and_again_cost_misses_and_nothing_grows
         workers = workers or list(bench.engine.worker_pids)
         assert bench.engine.worker_pids == workers, "the workers outlive every daemon"
         seen.append([handles_of(pid) for pid in pids] + [pool_files(bench.run_dir)])
-        # More than five deaths in half a minute would rightly end it.
-        time.sleep(max(0.0, killed + 7 - time.monotonic()) if count > 5 else 0)
     assert seen[-1] == seen[0], f"descriptors, threads or /dev/shm grow: {seen}"
+
+
+def test_status_names_the_rank_that_owes_a_word_and_how_old_the_oldest_job_is(bench: Bench) -> None:
+    """Case 53: health is the state of each rank and the age of the oldest job, and comes back by itself."""
+    bench.be_served()
+    stopped = bench.engine.worker_pids[1]
+    os.kill(stopped, signal.SIGSTOP)
+    bench.begin_store("owed")
+    ask = RunDir.at(bench.run_dir)
+    status = until(lambda: (now := ask_status(ask))["jobs"]["oldest_ms"] > 300 and now, 5, "the oldest job's age")
+    [engine] = status["engines"]
+    assert [rank["jobs_owed"] for rank in engine["ranks"]] == [0, 1]
+    until(lambda: bench.engine.look() or not alive(stopped), 10, "killed after deadline and grace")
+    bench.be_served()
+    bench.come_to_rest()
+    assert ask_status(ask)["jobs"]["oldest_ms"] == 0
 
 
 @pytest.mark.faults
