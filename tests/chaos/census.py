@@ -75,6 +75,13 @@ def group(pgid: int) -> list[int]:
     return found
 
 
+def cpu_waited_s() -> float:
+    """Seconds since boot in which somebody on this machine wanted a processor and had none; 0 if the kernel is mute."""
+    with suppress(OSError):
+        return int(Path("/proc/pressure/cpu").read_text().split("total=")[1].split()[0]) / 1e6
+    return 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Growth:
     """One measure of one life."""

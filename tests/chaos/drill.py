@@ -93,13 +93,14 @@ class Drill:
             crowd = Crowd(self._desk, known, self.plan.users, self.plan.seed)
             crowd.start()
             self.pause(2.0)
-            began = time.monotonic()
+            began, waited_s = time.monotonic(), census.cpu_waited_s()
             try:
                 self._cycles(began + self.plan.minutes * 60)
             except SidecarError as error:
                 self.complain(f"it does not come up any more: {error}")
             finally:
                 self.found.seconds = time.monotonic() - began
+                self.found.cpu_pressure = (census.cpu_waited_s() - waited_s) / self.found.seconds
                 crowd.close()
                 self._take(crowd)
             self.pause(1.0)
@@ -199,8 +200,11 @@ class Drill:
 
     def _listen(self) -> None:
         """A thread of its own: when a line came has to be known to a hundredth of a second."""
+        asleep = time.monotonic()
         while not self._over.wait(LOOK_S):
             now = time.monotonic()
+            self.found.starved_s = max(self.found.starved_s, now - asleep - LOOK_S)
+            asleep = now
             for line in self._trace.lines():
                 if "ok" not in line:
                     continue  # asked, and nothing to load

@@ -56,6 +56,8 @@ class Findings:
     faults: list[Fault] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)  # of one request
     silences: list[Wait] = field(default_factory=list)  # of all requests
+    starved_s: float = 0.0  # the longest that a thread which only sleeps 20 ms slept beyond it
+    cpu_pressure: float = 0.0  # the share of time in which somebody wanted a processor and had none
     baseline_wait_s: float = 0.0  # longest without kvferry and without faults
     growth: list[Growth] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
@@ -120,6 +122,8 @@ def table(found: Findings) -> str:
     out = [
         f"\nchaos drill: {found.seconds:.0f} s, TP {found.tp_size}, seed {found.seed}, {len(found.faults)} faults, "
         f"{found.cached_share:.0%} of prompt tokens cached, {found.loads_failed} loads failed and were computed",
+        f"the machine: a processor was wanted and not to be had {found.cpu_pressure:.0%} of the time; a thread that sleeps"
+        f" 20 ms was woken up to {found.starved_s:.2f} s late",
         "",
         f"{'fault':36}{'times':>6}{'used again s, median':>22}{'longest':>9}{'longest wait s':>16}",
     ]
