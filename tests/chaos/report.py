@@ -122,8 +122,8 @@ def table(found: Findings) -> str:
     out = [
         f"\nchaos drill: {found.seconds:.0f} s, TP {found.tp_size}, seed {found.seed}, {len(found.faults)} faults, "
         f"{found.cached_share:.0%} of prompt tokens cached, {found.loads_failed} loads failed and were computed",
-        f"the machine: a processor was wanted and not to be had {found.cpu_pressure:.0%} of the time; a thread that sleeps"
-        f" 20 ms was woken up to {found.starved_s:.2f} s late",
+        f"the machine: {found.cpu_pressure:.0%} of the time somebody wanted a processor and had none; a thread that"
+        f" sleeps 20 ms was woken up to {found.starved_s:.2f} s late",
         "",
         f"{'fault':36}{'times':>6}{'used again s, median':>22}{'longest':>9}{'longest wait s':>16}",
     ]
