@@ -310,7 +310,9 @@ class Supervisor:
         self.phase = Phase.STOPPING
         self._ending = _Ending(now_ns)
         tell: list[Action] = [Tell(child, {"event": "stop"}) for child in self.children]
-        return tell + self._ended()
+        # A worker that still starts would read this only when all is imported, and holds nothing to put away.
+        new = [child.id for child in self.workers() if child.life is Life.STARTING]
+        return [*tell, *(Terminate(child) for child in new), *self._ended()]
 
     def _ended(self) -> list[Action]:
         """Over once nobody is left."""

@@ -369,3 +369,15 @@ def test_words_of_unknown_children_change_nothing() -> None:
     for event in (Ready(99), Taken(99, "x"), Exited(99, 0)):
         assert drill.do(event) == []
     assert drill.core.children == before
+
+
+def test_a_stop_does_not_wait_for_a_spare_that_is_still_starting() -> None:
+    """It reads its channel only when everything is imported: seconds, on a busy machine, for nothing."""
+    drill = Drill().serve()
+    ready = set(drill.spares.values())
+    drill.do(Taken(drill.spares[0], "an engine"))
+    [starting] = set(drill.spares.values()) - ready
+    drill.do(Stop("on SIGTERM"))
+    drill.do(AtRest(drill.daemon))
+    assert [action.child for action in drill.of(Terminate) if isinstance(action, Terminate)] == [starting]
+    assert len(drill.told("stop")) == len(drill.core.children)
