@@ -178,15 +178,17 @@ class KeyIndex:
         entry.home = None
         self.num -= 1
 
-    def put(self, key: bytes, slot: int) -> Entry:
-        """A READY entry of a recovered slot; one of an equal key is overwritten. `recount` once all are in."""
-        entry = self._shards[key[0]][key] = Entry(self, key, slot, 0)
-        return entry
-
-    def recount(self) -> int:
-        """Count the entries, after `put`; how many there are."""
-        self.num = sum(map(len, self._shards))
-        return self.num
+    def put(self, raw: bytes, starts: Sequence[int], sizes: Sequence[int], slots: Sequence[int]) -> list[Entry]:
+        """READY entries of recovered slots; their keys are raw[start : start + size], of equal ones the last stays."""
+        shards = self._shards
+        added: list[Entry] = []
+        append = added.append
+        for start, size, slot in zip(starts, sizes, slots, strict=True):
+            key = raw[start : start + size]
+            entry = shards[key[0]][key] = Entry(self, key, slot, 0)
+            append(entry)
+        self.num = sum(map(len, shards))
+        return added
 
     def take_some(self, num: int) -> list[Entry]:
         """Forget up to `num` entries, any, and give them to the caller."""
@@ -203,4 +205,5 @@ class KeyIndex:
 
     def __iter__(self) -> Iterator[Entry]:
         for shard in self._shards if self.num else ():
-            yield from shard.values()
+            if shard:
+                yield from shard.values()

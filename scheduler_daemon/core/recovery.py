@@ -9,9 +9,11 @@ that knows nothing of this daemon; so no slot at all is given away until every s
 it is done or is dead.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.proto.control import Drained
 from kvferry.proto.ids import LinkId
@@ -24,6 +26,10 @@ from kvferry.scheduler_daemon.core.index import Entry, KeyIndex
 from kvferry.scheduler_daemon.core.pool import HostPool
 from kvferry.scheduler_daemon.core.slots import RECORD, SlotState, Table, sound
 
+I64: TypeAlias = npt.NDArray[np.int64]
+Column: TypeAlias = npt.NDArray[Any]
+
+MANY = 16  # namespaces; beyond that a sort is quicker
 # Each boot gives generations of its own, beyond any that an earlier one gave: the records cannot tell which those
 # were, as the highest may have stood in a record that is torn now, or was dropped by a daemon that died since.
 BOOT_SHIFT = 40
@@ -45,8 +51,7 @@ def recover(desk: Desk, left: Recovered) -> None:
     highest = int(table["generation"][whole].max(initial=0))
     slots = np.flatnonzero(ready)
     slots = slots[np.argsort(table["generation"][slots], kind="stable")]
-    homes = _homes(desk, table, slots)
-    entries = _entries(table, slots.tolist(), homes)
+    entries = _entries(desk, table, slots)
     kept = np.zeros(len(table), dtype=np.bool_)
     kept[[entry.slot for entry in entries]] = True
     num_lost = int(np.count_nonzero(~kept & ~(whole & (state == SlotState.FREE)) & (table["format"] != 0)))
@@ -60,41 +65,45 @@ def recover(desk: Desk, left: Recovered) -> None:
     )
 
 
-def _homes(desk: Desk, table: Table, slots: np.typing.NDArray[np.int64]) -> list[KeyIndex | None]:
-    """The index of each READY slot's key; None if its epoch has ended."""
-    chosen = table[slots]
-    words = chosen.view(np.uint64).reshape(len(chosen), RECORD.itemsize // 8)
-    names = np.ascontiguousarray(words[:, 2:4])
-    # One number a (namespace, epoch, group): few, so that the loop over all keys asks no dictionary.
-    mixed = names[:, 0] ^ (names[:, 1] * np.uint64(0x9E37_79B9_7F4A_7C15))
-    mixed ^= (chosen["epoch"].astype(np.uint64) << np.uint64(8)) ^ chosen["group"]
-    _, firsts, which = np.unique(mixed, return_index=True, return_inverse=True)
-    indexes: list[KeyIndex | None] = []
-    for first in firsts.tolist():
-        digest, epoch, group = names[first].tobytes(), int(chosen["epoch"][first]), int(chosen["group"][first])
-        current = desk.namespaces.epoch_of(digest) == epoch
-        indexes.append(desk.namespaces.recover(digest, people.NUM_GROUPS).groups[group] if current else None)
-    same = (names == names[firsts][which]).all(axis=1) & (chosen["epoch"] == chosen["epoch"][firsts][which])
-    homes = [indexes[number] for number in which.tolist()]
-    for at in np.flatnonzero(~same).tolist():
-        homes[at] = None  # two names that mix to one number: rarer than a disk that lies
-    return homes
-
-
-def _entries(table: Table, slots: list[int], homes: list[KeyIndex | None]) -> list[Entry]:
-    """Entries of slots, oldest first, one a key: of two the newer; entered in their indexes."""
+def _entries(desk: Desk, table: Table, slots: I64) -> list[Entry]:
+    """Entries of READY slots, oldest first, in their indexes: none of an ended epoch, of two of one key the newer."""
+    words = table.view(np.uint64).reshape(len(table), RECORD.itemsize // 8)
+    columns = [words[slots, 2], words[slots, 3], table["epoch"][slots], table["group"][slots]]
     raw = np.ascontiguousarray(table["key"][slots]).tobytes()
-    sizes = table["key_bytes"][slots].tolist()
-    starts = range(0, len(raw), MAX_KEY_BYTES)
-    entries = [
-        home.put(raw[at : at + size], slot)
-        for slot, home, size, at in zip(slots, homes, sizes, starts, strict=True)
-        if home is not None
-    ]
-    doubled = {id(home): home for home in homes if home is not None}
-    if sum(home.recount() for home in doubled.values()) < len(entries):
-        entries = [entry for entry in entries if entry.home is not None and entry.home.find([entry.key])[0] is entry]
+    sizes = table["key_bytes"][slots]
+    found = np.full(len(slots), None, dtype=object)
+    homes: list[KeyIndex] = []
+    for same in _alike(columns):
+        low, high, epoch, group = (column[same[0]] for column in columns)
+        digest = low.tobytes() + high.tobytes()
+        if desk.namespaces.epoch_of(digest) == epoch:
+            home = desk.namespaces.recover(digest, people.NUM_GROUPS).groups[group]
+            homes.append(home)
+            starts = (same * MAX_KEY_BYTES).tolist()
+            found[same] = home.put(raw, starts, sizes[same].tolist(), slots[same].tolist())
+    entries = [entry for entry in found.tolist() if entry is not None]
+    if sum(home.num for home in homes) < len(entries):
+        entries = [entry for entry in entries if entry.home.find([entry.key])[0] is entry]
     return entries
+
+
+def _alike(columns: Sequence[Column]) -> Iterator[I64]:
+    """Positions at which all columns are equal, ascending, group after group. Few large groups cost no sort."""
+    left = np.arange(len(columns[0]))
+    for _ in range(MANY):
+        if not len(left):
+            return
+        same = np.ones(len(left), dtype=np.bool_)
+        for column in columns:
+            same &= column[left] == column[left[0]]
+        yield left[same]
+        left = left[~same]
+    order = left[np.lexsort([column[left] for column in columns])]
+    changes = np.zeros(max(0, len(order) - 1), dtype=np.bool_)
+    for column in columns:
+        changes |= column[order[1:]] != column[order[:-1]]
+    if len(order):
+        yield from np.split(order, np.flatnonzero(changes) + 1)
 
 
 # ---- the workers -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvferry.proto.ids import BootId
+from kvferry.scheduler_daemon.core import recovery
 from kvferry.scheduler_daemon.core.api import CoreSettings, Recovered, TableShape
 from kvferry.scheduler_daemon.core.core import Core
 from kvferry.scheduler_daemon.core.slots import RECORD, SlotState, Table, checksums
@@ -63,8 +64,9 @@ def one_by_one(table: Table, epochs: dict[bytes, int]) -> dict[tuple[bytes, byte
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_the_sweep_finds_what_a_reader_of_records_finds(seed):
+def test_the_sweep_finds_what_a_reader_of_records_finds(seed, monkeypatch):
     dice = random.Random(seed)
+    monkeypatch.setattr(recovery, "MANY", dice.choice([0, 2, recovery.MANY]))
     num_slots = dice.choice([1, 7, 60, 300])
     table, epochs = random_table(dice, num_slots)
     expected = one_by_one(table, dict(epochs))
