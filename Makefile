@@ -5,7 +5,7 @@ BIN := .venv/bin
 VLLM := .venv-vllm/bin
 PIP := install --quiet --disable-pip-version-check
 
-.PHONY: help setup check format test demo demo-vllm test-vllm chaos faults up voyage bench-vllm clean
+.PHONY: help setup check format test demo demo-vllm test-vllm chaos faults up voyage voyages bench-vllm clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*## */\t/' | expand -t 14
@@ -66,6 +66,9 @@ up: setup ## start a sidecar for one engine on this machine (Ctrl-C ends it)
 
 voyage: setup ## replay one simulated voyage: make voyage SEED=8812
 	@$(BIN)/python -m tests.voyage --seed $(or $(SEED),0) --verbose
+
+voyages: setup ## the nightly run of the simulator: make voyages SEEDS=20000
+	@$(BIN)/python -m tests.voyage --seeds 0-$$(($(or $(SEEDS),20000) - 1)) --keep-going --jobs $$(nproc)
 
 bench-vllm: .venv-vllm/ready ## time to first token with a real vLLM: cold, own cache, after eviction
 	@$(VLLM)/python bench/vllm_ttft.py

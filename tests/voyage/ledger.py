@@ -162,6 +162,8 @@ class Ledger:
             job.ended = job.ended or Outcome.CANCELLED
         self._orphans |= self.live
         self.live = {}
+        for job in [job for job in self._orphans.values() if job.copies_over]:
+            self._bury(job, self._orphans)
         self._engines, self._seats, self._links, self.pending = {}, {}, {}, {}
         self._is_draining = False
         self._epochs = self._table.epochs()

@@ -12,6 +12,7 @@ each loss, under the same page and core. A load of a lost worker stays open unti
 """
 
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,8 @@ class Rank:
         self._report = report
         self._announced = 0  # marks promised
         self._stream_free_ns = 0
+        self._todo: deque[Work] = deque()
+        self._is_busy = False
         self._arrives_ns = 0
         self._reports_ns = 0
         self.begun: dict[int, int] = {}  # ticket -> mark
@@ -180,13 +183,20 @@ class Rank:
     def send(self, work: Work) -> None:
         """The scheduler hands over one step; steps arrive in order."""
         self._arrives_ns = max(self._arrives_ns, self.party.now_ns + self._rng.randrange(20 * US, 3 * MS))
-        self.party.at(self._arrives_ns, self._obey, work)
+        self.party.at(self._arrives_ns, self._take, work)
+
+    def _take(self, work: Work) -> None:
+        self._todo.append(work)
+        self._obey_next()
+
+    def _obey_next(self) -> None:
+        """A host that is the stream takes the next step when it has done the last one."""
+        while self._todo and not self._is_busy:
+            self._is_busy = not self._is_stream
+            self._obey(self._todo.popleft())
 
     def _obey(self, work: Work) -> None:
         now = self.party.now_ns
-        if not self._is_stream and now < self._stream_free_ns:
-            self.party.at(self._stream_free_ns, self._obey, work)
-            return
         directive = work.directive
         if directive.revokes:
             self._writer.revoke(directive.revokes)
@@ -246,6 +256,8 @@ class Rank:
         self._log(self.name, "did step {}: {}", work.step, report)
         self._reports_ns = max(self._reports_ns, self.party.now_ns + self._rng.randrange(20 * US, 2 * MS))
         self.party.at(self._reports_ns, self._report, self.rank, work.step, report)
+        self._is_busy = False
+        self._obey_next()
 
     # ---- checks ---------------------------------------------------------------------------------------
 

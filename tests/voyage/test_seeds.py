@@ -1,4 +1,4 @@
-"""A thousand voyages in the test run. Each failure prints the one line that replays it."""
+"""Two thousand voyages in the test run. Each failure prints the one line that replays it, and its jobs' stories."""
 
 import os
 import subprocess
@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from .voyage import sail
+from kvferry.client.fence import FenceMirror
+
+from .planting import kinds_of
+from .voyage import sail, story_of
 
 ROOT = Path(__file__).parents[2]
 CHUNK = 50
-FIRST_SEEDS = range(0, 1000, CHUNK)
+FIRST_SEEDS = range(0, 2000, CHUNK)
 
 
 @pytest.mark.slow
@@ -19,7 +22,8 @@ FIRST_SEEDS = range(0, 1000, CHUNK)
 def test_every_promise_holds_on_every_seed(first: int) -> None:
     for seed in range(first, first + CHUNK):
         outcome = sail(seed)
-        assert not outcome.failure, f"{outcome.failure}\nmake voyage SEED={seed}"
+        if outcome.failure:
+            pytest.fail("\n".join([outcome.failure, *story_of(seed), f"make voyage SEED={seed}"]))
 
 
 @pytest.mark.slow
@@ -49,3 +53,17 @@ def test_watching_a_voyage_does_not_change_it() -> None:
 
 def test_different_seeds_are_different_voyages() -> None:
     assert len({sail(seed, keep_log=True).digest for seed in range(5)}) == 5
+
+
+def test_about_half_of_all_voyages_have_faults_and_all_kinds_of_them_occur() -> None:
+    kinds = [kinds_of(seed) for seed in range(400)]
+    assert 0.4 < sum(map(bool, kinds)) / len(kinds) < 0.7
+    assert len(set().union(*kinds)) == 16
+
+
+def test_the_story_of_a_failing_voyage_tells_of_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure names a job; its story goes from the client's wish to the last word."""
+    monkeypatch.setattr(FenceMirror, "readers", lambda self, blocks: set())
+    seed = next(seed for seed in range(100) if sail(seed).failure)
+    story = "\n".join(story_of(seed))
+    assert "story of engine" in story and "is asked for" in story and "is accepted as job" in story
