@@ -354,6 +354,7 @@ class Supervisor:
         listed = [
             {"worker": c.id, "rank": c.rank, "pid": c.pid, "state": c.life.value, "engine": c.engine}
             for c in self.workers()
+            if c.pid  # one that is only about to be spawned has served nobody: a new daemon need not await it
         ]
         died = {"daemon_restarts": self.restarts, "workers_died": self.workers_died}
         return self._tell_daemon({"event": "workers", "workers": listed, **died})

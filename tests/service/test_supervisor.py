@@ -49,7 +49,7 @@ class Drill:
             elif isinstance(action, SpawnWorker):
                 self.spares[action.rank] = action.child
             if isinstance(action, SpawnDaemon | SpawnWorker):
-                self.core.step(Spawned(action.child, 1000 + action.child), self.now)
+                self.last += self.core.step(Spawned(action.child, 1000 + action.child), self.now)
         return self.last
 
     def serve(self) -> "Drill":
@@ -77,6 +77,8 @@ def test_the_daemon_is_started_first_and_hears_of_nobody_then_one_spare_a_rank()
     daemon, *spares = core.step(Begin(), S)
     assert isinstance(daemon, SpawnDaemon)
     assert [a.rank for a in spares if isinstance(a, SpawnWorker)] == [0, 1, 2]
+    [told] = core.step(Spawned(daemon.child, 1000), S)
+    assert isinstance(told, Tell) and told.message["workers"] == []
 
 
 def test_ready_is_said_once_when_the_last_spare_is_ready() -> None:
@@ -96,7 +98,7 @@ def test_a_taken_spare_is_replaced_at_once_and_the_daemon_hears_who_serves() -> 
     taken = drill.spares[0]
     drill.do(Taken(taken, "engine-a"))
     assert [a.rank for a in drill.of(SpawnWorker)] == [0]
-    [listed] = drill.told("workers")
+    listed = drill.told("workers")[-1]
     states = {w["worker"]: (w["state"], w["engine"]) for w in listed["workers"]}
     assert states[taken] == ("taken", "engine-a")
     assert states[drill.spares[0]][0] == "starting"
