@@ -284,7 +284,6 @@ class Bench:
             self.engine.fill(MOVING, seed=self._number)
             self.engine.begin("store", "probe", f"probe {self._number}", MOVING)
         attached_before = row.moment != "during attach"
-        is_over = attached_before and not (row.moment == "during a load" and ticket)
         load_bound = strike.at + LOAD_S + (STOP_S if row.part == "whole sidecar" and row.kind == "SIGSTOP" else 0)
         is_loading = row.moment == "during a load"
         misses_s = 0.0
@@ -305,7 +304,8 @@ class Bench:
             may_be_over = not is_stopped and strike.next_sidecar is None
             if self._is_served() and may_be_over and now - strike.at > 0.1:
                 is_over = not is_loading or self.engine.load_is_over(ticket)
-                is_changed = row.part != "worker" or not alive(strike.pids[0]) or row.moment == "during attach"
+                served_by = self.engine.worker_pids[1]
+                is_changed = row.part != "worker" or not attached_before or served_by not in (0, *strike.pids)
                 if is_over and is_changed:
                     break
             elif not self.engine.attached:
