@@ -1,6 +1,8 @@
 """Who can reach a sidecar, and what somebody who only takes can do to it."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -142,3 +144,57 @@ def test_two_engines_with_many_streams_are_answered_while_everything_copies(side
             assert (engine.client.counters.stores, engine.client.counters.loads) == (copies + 1, copies)
             assert engine.client.counters.lookups >= asked + copies
         assert np.quantile(taken, 0.99) < 0.5, f"99 of 100 lookups within {np.quantile(taken, 0.99):.3f} s"
+
+
+IN_A_CONTAINER = """
+import os, sys
+from pathlib import Path
+from tests.process.sidecar import until
+from tests.process.test_reach import is_served
+from tests.process.tiny_engine import TinyEngine, keys_of
+class Where: run_dir = Path(sys.argv[1])
+name = sys.argv[2]
+with TinyEngine(Where, name) as engine:
+    until(lambda: is_served(engine), 30, f"served: {engine.notes}")
+    engine.fill([0, 1, 2], seed=len(name))
+    before = engine.bytes_of([0, 1, 2])
+    assert engine.store("r", keys_of(name, 3), [0, 1, 2]).name == "OK"
+    print(os.getpid(), flush=True)
+    sys.stdin.readline()  # until the other one has stored too
+    assert engine.hits("q", keys_of(name, 3)) == 3
+    assert all(end.ok for end in engine.load("q", keys_of(name, 3), [5, 6, 7]))
+    assert engine.bytes_of([5, 6, 7]) == before
+    print("right", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_two_engines_that_are_both_process_1_of_their_containers_do_not_meet(shared: Sidecar) -> None:
+    """Case 85: names and ids are the engines' and the daemon's, never a process's number."""
+    root = Path(__file__).parents[2]
+    command = ["unshare", "-Urpf", "--kill-child", sys.executable, "-c", IN_A_CONTAINER, str(shared.run_dir)]
+    if subprocess.run(["unshare", "-Urpf", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no PID namespaces here")
+    engines = [
+        subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        for name in ("left", "right one")
+    ]
+    try:
+        for engine in engines:
+            assert engine.stdout is not None
+            assert engine.stdout.readline() == "1\n"
+        for word in ("right\n", ""):
+            for engine in engines:
+                assert engine.stdin is not None and engine.stdout is not None
+                engine.stdin.write("go on\n")
+                engine.stdin.flush()
+                assert engine.stdout.readline() == word
+        assert [engine.wait(10) for engine in engines] == [0, 0]
+    finally:
+        for engine in engines:
+            engine.kill()
+            engine.wait()
+            for pipe in (engine.stdin, engine.stdout):
+                assert pipe is not None
+                pipe.close()
