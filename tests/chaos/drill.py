@@ -72,7 +72,9 @@ class Drill:
         self._engines: list[Engine] = []
         self._samples: list[census.Sample] = []
         self._trace = _Tail(folder / "trace.jsonl")
-        self._used = (0.0, 0.0)  # the last load that ended well: its end, its beginning
+        # Moments: when a lookup was asked, and when it was answered with hits; when its load had ended well.
+        self._hit: list[tuple[float, float]] = []
+        self._used: list[tuple[float, float]] = []
         self._over = threading.Event()
         self.sidecar = Sidecar(folder / "run", plan.tp_size, plan.host_memory, folder / "sidecar.log", *FLAGS)
 
@@ -148,7 +150,8 @@ class Drill:
             return
         waits = self.rng.random() < 0.85
         reused = self._wait_used(back) if waits else None
-        fault = Fault(kind.name, kind.is_return, began, back, reused, waits, time.monotonic())
+        found = _first(self._hit, back) if waits else None
+        fault = Fault(kind.name, kind.is_return, began, back, reused, waits, time.monotonic(), found)
         self.found.faults.append(fault)
         seen = "-" if not waits else "not seen" if reused is None else f"{reused:.2f} s"
         self._say(f"{len(self.found.faults):3} {kind.name}: {back - began:.2f} s, used again: {seen}")
@@ -206,22 +209,24 @@ class Drill:
             self.found.starved_s = max(self.found.starved_s, now - asleep - LOOK_S)
             asleep = now
             for line in self._trace.lines():
+                asked = now - line.get("received_ms", line["answered_ms"]) / 1e3
+                if "ok" in line or line["hits"]:
+                    self._hit.append((asked, asked + line["answered_ms"] / 1e3))
                 if "ok" not in line:
-                    continue  # asked, and nothing to load
+                    continue  # nothing to load, or the engine has it all
                 if not line["ok"]:
                     self.found.loads_failed += 1
                 elif line["blocks"]:
                     self.found.loads += 1
                     self.found.loaded_blocks += line["blocks"]
-                    self._used = now, now - line["received_ms"] / 1e3
+                    self._used.append((asked, now))
 
     def _wait_used(self, since: float) -> float | None:
         """Seconds from `since` to the end of a load that began after it; None if none is seen in time."""
         until = max(since, time.monotonic()) + REUSE_S
         while time.monotonic() < until:
-            ended, began = self._used
-            if began >= since:
-                return ended - since
+            if (seconds := _first(self._used, since)) is not None:
+                return seconds
             self.pause(LOOK_S)
         return None
 
@@ -264,16 +269,22 @@ class Drill:
         found.silences = self._named([stall for engine in self._engines for stall in engine.silences])
 
     def _named(self, stalls: Sequence[Stall]) -> list[Wait]:
-        """Each with the latest fault that had begun before its end and had not settled at its beginning."""
+        """Each with the latest fault that had begun before it did, and had not settled by then."""
         named = []
         for stall in stalls:
-            going = [f for f in self.found.faults if f.began < stall.until and f.settled + 1.0 > stall.since]
-            named.append(Wait(round(stall.seconds, 3), stall.what, going[-1].kind if going else "-"))
+            going = [f for f in self.found.faults if f.began < stall.since + 0.5 and f.settled + 1.0 > stall.since]
+            kind = going[-1].kind if going else "-"
+            named.append(Wait(round(stall.seconds, 3), stall.what, kind, round(stall.since, 3)))
         return named
 
     def _say(self, text: str) -> None:
         if not self.plan.quiet:
             print(f"[{time.monotonic() - self._started:6.1f} s] {text}", flush=True)
+
+
+def _first(moments: Sequence[tuple[float, float]], since: float) -> float | None:
+    """Seconds from `since` to the end of the first that began after it."""
+    return min((ended - since for began, ended in reversed(moments) if began >= since), default=None)
 
 
 class _Tail:

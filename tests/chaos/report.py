@@ -26,6 +26,7 @@ class Fault:
     reused_s: float | None  # from `back` to the next load that began after it; None: not waited for, or not seen
     waited: bool = True
     settled: float = 0.0  # when the drill went on
+    found_s: float | None = None  # from `back` to the first hit of a lookup that was asked after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Wait:
     seconds: float
     what: str
     during: str  # kind of the fault, or "-"
+    since: float = 0.0  # seconds on the monotonic clock
 
 
 @dataclass(slots=True)
@@ -125,18 +127,20 @@ def table(found: Findings) -> str:
         f"the machine: {found.cpu_pressure:.0%} of the time somebody wanted a processor and had none; a thread that"
         f" sleeps 20 ms was woken up to {found.starved_s:.2f} s late",
         "",
-        f"{'fault':36}{'times':>6}{'used again s, median':>22}{'longest':>9}{'longest wait s':>16}",
+        f"{'fault':36}{'times':>6}{'hits again s':>14}{'used again s':>14}{'longest':>9}{'longest wait s':>16}",
     ]
     counts = Counter(fault.kind for fault in found.faults)
     for kind in sorted(counts):
         reused = [f.reused_s for f in found.faults if f.kind == kind and f.reused_s is not None]
         mid, most = (f"{median(reused):.2f}", f"{max(reused):.2f}") if reused else ("-", "-")
+        hits = [f.found_s for f in found.faults if f.kind == kind and f.found_s is not None]
+        hit = f"{median(hits):.2f}" if hits else "-"
         wait = max((wait.seconds for wait in found.waits if wait.during == kind), default=0.0)
-        out.append(f"{kind:36}{counts[kind]:6}{mid:>22}{most:>9}{f'{wait:.2f}' if wait else 'short':>16}")
+        out.append(f"{kind:36}{counts[kind]:6}{hit:>14}{mid:>14}{most:>9}{f'{wait:.2f}' if wait else 'short':>16}")
     quiet = max((wait.seconds for wait in found.waits if wait.during == "-"), default=0.0)
-    out.append(f"{'none of them going on':36}{'':6}{'':22}{'':9}{f'{quiet:.2f}' if quiet else 'short':>16}")
-    out.append(f"{'an engine alone, before':36}{'':6}{'':22}{'':9}{found.baseline_wait_s:16.2f}")
-    out += ["", f"{'':36}{'found':>34}{'wanted':>12}"]
+    out.append(f"{'none of them going on':36}{'':6}{'':28}{'':9}{f'{quiet:.2f}' if quiet else 'short':>16}")
+    out.append(f"{'an engine alone, before':36}{'':6}{'':28}{'':9}{found.baseline_wait_s:16.2f}")
+    out += ["(medians; longest of used again)", "", f"{'':36}{'found':>34}{'wanted':>12}"]
     for line in verdict(found):
         word = "" if line.ok else "  FAILED" if line.is_must else "  goal not met"
         out.append(f"{line.name:36}{line.found:>34}{line.wanted:>12}{word}")
