@@ -262,6 +262,23 @@ class Bench:
         self.come_to_rest()
         return unmapped_s
 
+    def die_together(self, pids: list[int], moment: str) -> Played:
+        """SIGKILL to several children of the sidecar during a transfer: what one death must keep, these must."""
+        self._number += 1
+        self._be_ready()
+        text = f"row {self._number}"
+        ticket = self._begin(moment, text)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        self._until(lambda: self._is_served() and not set(pids) & set(self.engine.worker_pids), RECOVER_S, "served")
+        if moment == "during a load":
+            bound = max(0.1, killed + LOAD_S - time.monotonic())
+            self._until(lambda: self.engine.look() or self.engine.load_is_over(ticket), bound, "the load's words")
+        played = Played(recover_s=time.monotonic() - killed)
+        self._judge(Row("worker", "SIGKILL", moment), played, ticket, text)
+        return played
+
     def kill_daemon(self) -> None:
         """SIGKILL to the daemon; it is dead when this returns."""
         pid = self.sidecar.daemon()

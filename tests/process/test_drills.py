@@ -4,6 +4,7 @@
 """
 
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -82,6 +83,17 @@ def test_daemons_killed_under_load_again_and_again_cost_misses_and_nothing_grows
         assert bench.engine.worker_pids == workers, "the workers outlive every daemon"
         seen.append([handles_of(pid) for pid in pids] + [pool_files(bench.run_dir)])
     assert seen[-1] == seen[0], f"descriptors, threads or /dev/shm grow: {seen}"
+
+
+@pytest.mark.faults
+def test_any_of_its_processes_may_die_together(bench: Bench) -> None:
+    """Rules 1, 4 and 10 at once: a worker may die while the daemon that awaits its word is being replaced."""
+    luck = random.Random(7)
+    for _ in range(25):
+        bench.be_served()
+        every = [bench.sidecar.daemon(), *bench.sidecar.workers(0), *bench.sidecar.workers(1)]
+        victims = luck.sample(every, luck.randint(2, 4))
+        print(bench.die_together(victims, luck.choice(["during a store", "during a load"])))
 
 
 def test_status_names_the_rank_that_owes_a_word_and_how_old_the_oldest_job_is(bench: Bench) -> None:
