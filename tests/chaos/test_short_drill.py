@@ -20,7 +20,7 @@ def test_no_request_fails_and_no_answer_is_wrong_while_everything_is_killed_and_
     more and is left to `make chaos`.
     """
     kinds = tuple(kind for kind in KINDS if "engine" not in kind.name)
-    found = run(Plan(minutes=0.5, users=3, talks=8, turns=(400, 60), host_memory="12MiB", seed=1, kinds=kinds))
+    found = run(Plan(minutes=0.5, users=3, talks=8, turns=(600, 60), seed=1, kinds=kinds))
     said = table(found)
     print(said)
     assert not found.failed, said
