@@ -55,6 +55,7 @@ class Scheduler:
             num_blocks=NUM_BLOCKS,
             block_tokens=16,
             run_dir=run_dir,
+            patience_s=5.0,  # `hits` here has a patience of its own
             on_note=lambda text: self.notes.append(f"{time.monotonic():.2f} {text}"),
         )
 
@@ -64,10 +65,11 @@ class Scheduler:
         ticket = ask(request, keys_of(text, len(blocks)), blocks)
         return {"ticket": ticket, "directive": dataclasses.asdict(self.client.end_step())}
 
-    def hits(self, request: str, text: str, count: int) -> int:
-        """How many of the chain's keys are held. The request keeps its lease."""
+    def hits(self, request: str, text: str, count: int, patience_s: float) -> int:
+        """How many of the chain's keys are held; 0 without an answer in time. The request keeps its lease."""
+        end = time.monotonic() + patience_s
         self.client.lookup(request, keys_of(text, count))
-        while not (hits := self.client.hits(request)).ready:
+        while not (hits := self.client.hits(request)).ready and time.monotonic() < end:
             self.client.end_step()
             time.sleep(0.001)
         return hits.count
@@ -281,9 +283,9 @@ class FarEngine:
     def digests(self, blocks: list[int]) -> list[str]:
         return [rank.call("digest", blocks) for rank in self.ranks]
 
-    def hits(self, request: str, text: str, count: int, *, keep: bool = False) -> int:
+    def hits(self, request: str, text: str, count: int, *, keep: bool = False, patience_s: float = 0.05) -> int:
         """Leading keys held; the request is over after it unless `keep`."""
-        found: int = self.scheduler.call("hits", request, text, count)
+        found: int = self.scheduler.call("hits", request, text, count, patience_s)
         if not keep:
             self.scheduler.call("finish", request)
         return found
