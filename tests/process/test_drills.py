@@ -103,9 +103,13 @@ def test_status_names_the_rank_that_owes_a_word_and_how_old_the_oldest_job_is(be
     os.kill(stopped, signal.SIGSTOP)
     bench.begin_store("owed")
     ask = RunDir.at(bench.run_dir)
-    status = until(lambda: (now := ask_status(ask))["jobs"]["oldest_ms"] > 300 and now, 5, "the oldest job's age")
-    [engine] = status["engines"]
-    assert [rank["jobs_owed"] for rank in engine["ranks"]] == [0, 1]
+
+    def is_named() -> bool:
+        status = ask_status(ask)
+        owed = [rank["jobs_owed"] for engine in status["engines"] for rank in engine["ranks"]]
+        return owed == [0, 1] and status["jobs"]["oldest_ms"] > 300
+
+    until(is_named, 10, "the stopped rank alone owes a word, and the job's age is told")
     until(lambda: bench.engine.look() or not alive(stopped), 10, "killed after deadline and grace")
     bench.be_served()
     bench.come_to_rest()
