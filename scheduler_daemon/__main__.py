@@ -33,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lease-s", type=float, default=10.0)
     parser.add_argument("--lease-share", type=float, default=0.5)
     parser.add_argument("--job-s", type=float, default=30.0)
-    parser.add_argument("--grace-s", type=float, default=5.0)
+    parser.add_argument("--load-s", type=float, default=5.0)
+    parser.add_argument("--grace-s", type=float, default=2.0)
     parser.add_argument("--in-flight-bytes", type=int, default=1 << 30)
     arguments = parser.parse_args(argv)
     logs.set_up()
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         lease_ns=_ns(arguments.lease_s),
         lease_share=arguments.lease_share,
         job_ns=_ns(arguments.job_s),
+        load_ns=_ns(arguments.load_s),
         grace_ns=_ns(arguments.grace_s),
         max_in_flight_bytes=arguments.in_flight_bytes,
     )

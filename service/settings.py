@@ -54,8 +54,11 @@ class Settings(BaseSettings):
     device: Literal["cpu"] = Field("cpu", description="where the engines' KV cache lies")
     lease: Seconds = Field(10.0, gt=0, le=3600, description="how long a lookup's hits stay pinned without a renewal")
     lease_share: float = Field(0.5, gt=0, le=1, description="the part of the pool that leases may pin")
-    job_deadline: Seconds = Field(30.0, gt=0, le=3600, description="after this an accepted transfer is given up")
-    kill_grace: Seconds = Field(5.0, gt=0, le=3600, description="after a cancel, a worker without a word is killed")
+    job_deadline: Seconds = Field(
+        30.0, gt=0, le=3600, description="after this, and the time its bytes take, an accepted transfer is given up"
+    )
+    load_deadline: Seconds = Field(5.0, gt=0, le=3600, description="the same for a load, if it is shorter")
+    kill_grace: Seconds = Field(2.0, gt=0, le=3600, description="after a cancel, a worker without a word is killed")
     in_flight: Bytes = Field(
         parse_bytes("1GiB"), gt=0, description="bytes that one engine may have under way in each direction"
     )
@@ -172,7 +175,7 @@ def describe_default(name: str) -> str:
     default = Settings.model_fields[name].default
     if name in ("host_memory", "in_flight"):
         return format_bytes(default).replace(".0 ", "")
-    if name in ("lease", "job_deadline", "kill_grace"):
+    if name in ("lease", "job_deadline", "load_deadline", "kill_grace"):
         return f"{default:g}s"
     return str(default)
 

@@ -155,7 +155,8 @@ class CoreSettings:
     lease_share: float = 0.5  # of all slots, that leases may hold (rule 9)
     job_ns: int = 30_000_000_000  # an accepted job's deadline, beside the time that its bytes take
     floor_bytes_per_s: int = 50_000_000  # no worker is reckoned to copy slower
-    grace_ns: int = 5_000_000_000  # from cancel to kill
+    load_ns: int = 5_000_000_000  # the same for a load, if shorter: a request stands still for it
+    grace_ns: int = 2_000_000_000  # from cancel to kill
     awaited_ns: int = 10_000_000_000  # for workers of an earlier daemon to drain, then they are killed
     retry_ms: int = 5  # what a PENDING lookup is told
     max_in_flight_bytes: int = 1 << 30  # per engine and direction, all ranks together

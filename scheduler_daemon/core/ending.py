@@ -124,16 +124,19 @@ def worker_ended(desk: Desk, worker: Worker, outcome: Outcome) -> None:
 def set_deadline(desk: Desk, job: TransferJobStatus) -> None:
     """A fixed part, and the time that its slowest rank takes for all that is in flight of its engine, with this.
 
-    From acceptance on, whether a rank begins it or not.
+    From acceptance on, whether a rank begins it or not. A store is begun after its forward, which may take long
+    on a slow engine and costs nobody anything; a load is begun at once, and its request stands still.
     """
-    floor = desk.settings.floor_bytes_per_s
+    settings = desk.settings
+    fixed_ns = min(settings.load_ns, settings.job_ns) if job.kind is Kind.LOAD else settings.job_ns
+    floor = settings.floor_bytes_per_s
     block_bytes = job.num_bytes // len(job.entries)
     num_blocks = sum(job.session.in_flight_bytes.values()) // block_bytes
     copies_ns = max(num_blocks * w.payload_bytes * 1_000_000_000 // w.pace.bytes_per_s(floor) for w in job.workers)
     if len(desk.deadlines) > 2 * len(desk.jobs) + DEADLINES_KEPT:
         desk.deadlines = [due for due in desk.deadlines if desk.jobs.get(due[1]) is not None]
         heapify(desk.deadlines)
-    heappush(desk.deadlines, (desk.now_ns + desk.settings.job_ns + copies_ns, job.id))
+    heappush(desk.deadlines, (desk.now_ns + fixed_ns + copies_ns, job.id))
 
 
 def let_time_pass(desk: Desk) -> None:

@@ -289,6 +289,7 @@ class Sidecar:
             "lease-s": s.lease,
             "lease-share": s.lease_share,
             "job-s": s.job_deadline,
+            "load-s": s.load_deadline,
             "grace-s": s.kill_grace,
             "in-flight-bytes": s.in_flight,
         }

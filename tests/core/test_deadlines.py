@@ -149,3 +149,17 @@ def test_a_refused_registration_is_told_to_the_log_once(world):
     world.lose(engine.link)
     engine.register(world_size=4)
     assert len([note for note in world.notes() if "refused" in note]) == 3
+
+
+def test_a_load_is_given_up_sooner_than_a_store_whose_forward_may_take_long(worlds):
+    """A request stands still for its load, and nobody for a store that waits for its forward."""
+    world = worlds(tp=1, job_ns=30 * S, load_ns=5 * S, grace_ns=2 * S)
+    engine = world.engine()
+    engine.hold([1], ticket=1)
+    load = engine.load(2, 2, [1], [3])
+    store = engine.store(3, 3, [2], [4])
+    world.wait(6 * S)
+    assert engine.cancels() == [load]
+    world.wait(1 * S)
+    assert world.kills() == [engine.worker[0]]
+    assert store and 3 not in engine.ended()

@@ -31,7 +31,7 @@ def test_a_flag_wins_over_the_environment_which_wins_over_the_file(
     monkeypatch.setenv("KVFERRY_LEASE", "30s")
     settings = load({"tp_size": "8"}, config)
     assert (settings.tp_size, settings.lease, settings.host_memory) == (8, 30.0, 1 << 30)
-    assert settings.kill_grace == 5.0
+    assert settings.kill_grace == 2.0
 
 
 def test_the_file_is_the_named_one_else_that_of_the_environment_else_that_here(
