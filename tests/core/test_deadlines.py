@@ -158,9 +158,9 @@ def test_a_load_is_given_up_sooner_than_a_store_whose_forward_may_take_long(worl
     engine.hold([1], ticket=1)
     load = engine.load(2, 2, [1], [3])
     store = engine.store(3, 3, [2], [4])
-    world.wait(5 * S)
+    world.wait(5 * S - 1)
     assert engine.cancels() == []
-    world.wait(5 * MS)  # what the bytes of both take
+    world.wait(5 * MS)  # what its bytes take
     assert engine.cancels() == [load]
     world.wait(2 * S)
     assert world.kills() == [engine.worker[0]]
