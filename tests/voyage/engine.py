@@ -138,6 +138,7 @@ class Engine:
         self.requests: list[Request] = []
         self.zombies: list[Request] = []  # gone, but their load still runs
         self.num_done = self.num_loaded = self.num_failed_loads = self.num_tokens = self.num_reused = 0
+        self.num_served = 0  # steps made while the sidecar served
         self.workload_over = False
         self.idle = False
         self.settings = settings
@@ -297,6 +298,7 @@ class Engine:
             self._plan_step()
             return
         if not self.workload_over:
+            self.num_served += self.core.attached
             fresh = self._draw_request(self, self._step)
             if fresh is not None:
                 self._log(

@@ -56,6 +56,7 @@ class Faults:
         self._wanted = rng.randrange(2, 7)
         self._left = 2 * self._wanted
         self._rate = 0.0  # of striking in one engine step
+        self._quiet_steps = 0
         self._operator = Operator(voyage)
 
     @property
@@ -63,10 +64,16 @@ class Faults:
         """Whether some process stands still for longer than anybody waits."""
         return "worker_hang" in self.kinds
 
+    @property
+    def are_restarts(self) -> bool:
+        """Whether daemons die and their table is read again."""
+        return not {"daemon_crash", "daemon_crash_within", "sidecar_crash"}.isdisjoint(self.kinds)
+
     def begin(self, num_steps: int) -> None:
-        """The engines will make this many steps."""
+        """The engines will make this many steps; in the first of them nothing happens."""
+        self._quiet_steps = num_steps // 3 if self.are_restarts else 0
         if self.kinds:
-            self._rate = self._wanted / num_steps
+            self._rate = self._wanted / (num_steps - self._quiet_steps)
 
     def end(self) -> None:
         """No more faults; what an operator has begun he ends."""
@@ -87,7 +94,8 @@ class Faults:
 
     def look(self) -> None:
         """An engine makes a step: perhaps something happens soon."""
-        if self._rng.random() < self._rate:
+        self._quiet_steps -= 1
+        if self._quiet_steps < 0 and self._rng.random() < self._rate:
             tries = self._rng.choice((0, 40))
             self._voyage.clock.after(self._rng.randrange(0, 6 * MS), self._wait_for_copies, tries)
 

@@ -64,7 +64,6 @@ class Voyage:
         self._rng = rng = random.Random(seed)
         self.world_size = rng.choices((2, 3, 4, 6, 8), (50, 20, 18, 6, 6))[0]
         num_engines = rng.choices((1, 2, 3), (40, 45, 15))[0]
-        self.num_steps = max(8, 50 // (self.world_size * num_engines))
         self.ring_slots = rng.choice((256, 256, 256, 3))  # of the shared pages' revokes: a short one overruns
         self.num_slots = rng.choice((4, 6, 8, 12, 20))
         self.stamps = Stamps()
@@ -79,6 +78,9 @@ class Voyage:
         self._echo_share = rng.choice((0.0, 0.0, 0.05, 0.3))
         self._clocks_differ = rng.random() < 0.5
         self.faults = Faults(self, self._fork())
+        # What a crash may take away must first be there.
+        steps = 36 if not self.faults.kinds else 80 if self.faults.are_restarts else 44
+        self.num_steps = max(8, steps // (self.world_size * num_engines))
         self.ranks: dict[str, list[Rank]] = {}
         self.engines: list[Engine] = []
         self.num_launched = 0
@@ -180,8 +182,10 @@ class Voyage:
     def _draw_request(self, engine: Engine, step: int) -> Request | None:
         """The shared workload: conversations that grow turn by turn, at whichever engine."""
         rng = self._rng
-        self.faults.look()
-        if step >= self.num_steps:
+        if engine.core.attached:
+            self.faults.look()
+        # Steps without a sidecar are cheap and show little: the workload goes on when it is back.
+        if engine.num_served >= self.num_steps or step >= 10 * self.num_steps:
             engine.workload_over = True
             return None
         if rng.random() > 0.5 or len(engine.requests) > 4:

@@ -81,6 +81,8 @@ class Worker:
         self._next_boot = 0
         self._slots = 0
         self._rank_lost = self._leaving = False
+        self._is_welcome = False  # the link is open: not before that is anything said but hello
+        self._orphans: set[int] = set()  # jobs of a daemon that is gone
         self._ends_ns: int | None = None
         self._reach()
 
@@ -97,6 +99,7 @@ class Worker:
             self.party.after(RETRY_NS, self._reach)
             return
         self.link = link
+        self._is_welcome = False
         self._send(Hello(role="worker", software="voyage", pid=self.id & 0xFFFF))
 
     def _send(self, message: Any) -> None:
@@ -106,9 +109,11 @@ class Worker:
     def _lose_daemon(self) -> None:
         self._log(self.name, "has lost the daemon")
         self.link = None
+        self._is_welcome = False
         self._next_boot = 0
         if self.core is not None:
             self.standing = "away"
+            self._orphans = set(self.copies)
             self._step(worker_api.DaemonLost())
         self.party.after(RETRY_NS, self._reach)
 
@@ -117,6 +122,7 @@ class Worker:
         match message:
             case Welcome(boot=boot) if self.core is None:
                 self._boot = boot
+                self._is_welcome = True
                 self._send(Drained(worker=self.id, boot=boot))
                 if self._attach is not None:
                     self._send(self._attach)
@@ -217,7 +223,8 @@ class Worker:
                 )
                 self.standing = "asking"
                 self.party.after(ANSWER_NS, self._refuse_late)
-                self._send(self._attach)
+                if self._is_welcome:
+                    self._send(self._attach)
             case Begin():
                 self.owed.update(u64(message.tickets).tolist())
                 self._hot(worker_api.Begun(message))
@@ -295,7 +302,11 @@ class Worker:
                     self._over(message)
                     self._send(message)
                 case worker_api.TellRank(message):
-                    self.owed.difference_update(u64(message.tickets).tolist())
+                    worded = u64(message.tickets).tolist()
+                    self.owed.difference_update(worded)
+                    # A dead daemon's jobs are over with their word: nobody is told of them.
+                    for job in [job for job in self._orphans & self.copies.keys() if self.copies[job][0] in worded]:
+                        del self.copies[job]
                     self._log(self.name, "-> rank: {}", message)
                     self.tether.send(message)
         self._arm()
