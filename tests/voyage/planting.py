@@ -7,7 +7,7 @@ import pytest
 
 from .voyage import Voyage, sail
 
-MOST_SEEDS = 250
+MOST_SEEDS = 800
 MOST_DRAWN = 4000
 Plant = Callable[[pytest.MonkeyPatch], Any]
 
