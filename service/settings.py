@@ -35,6 +35,15 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 
 
+def _not_empty(text: object) -> object:
+    if text == "":  # would be the working directory, which nobody means by it
+        raise ValueError("'' is no directory; name one, or leave it out for the default")
+    return text
+
+
+Directory = Annotated[Path | None, BeforeValidator(_not_empty)]
+
+
 class Settings(BaseSettings):
     """What may be set. Sizes and times take units (8GiB, 500ms)."""
 
@@ -42,7 +51,7 @@ class Settings(BaseSettings):
         env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, validate_default=True
     )
 
-    run_dir: Path | None = Field(
+    run_dir: Directory = Field(
         None, description="directory of sockets and lock; default $XDG_RUNTIME_DIR/kvferry, else a directory in /tmp"
     )
     tp_size: int = Field(

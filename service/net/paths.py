@@ -41,7 +41,13 @@ class RunDir:
 
     @classmethod
     def at(cls, path: str | Path | None = None) -> "RunDir":
-        """The run directory at `path`, or the default one; ConfigError if its sockets' names would be too long."""
+        """The run directory at `path`, or the default one; ConfigError if it is "", or its sockets' names too long."""
+        if path == "":  # would be the working directory, which nobody means by it
+            raise ConfigError(
+                "run_dir.empty",
+                "the run dir '' is no directory",
+                "name one, or leave it out for $KVFERRY_RUN_DIR or the default",
+            )
         resolved = Path(path if path is not None else default_run_dir()).expanduser().absolute()
         longest = len(os.fsencode(resolved)) + LONGEST_NAME
         if longest > MAX_SOCKET_PATH:

@@ -15,7 +15,7 @@ SERVING = "serving"  # what the lock file says when the daemon answers
 
 
 def make_private(run_dir: RunDir) -> bool:
-    """Make the directory with mode 0700 if it is missing; True if it was.
+    """Make the directory with mode 0700 if it is missing; True if it was. One that is there is never changed.
 
     ConfigError naming it and the fix if it cannot be used, is another user's, or is open to others.
     """
@@ -23,6 +23,7 @@ def make_private(run_dir: RunDir) -> bool:
     created = not path.exists()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_shared(path, path.stat())
         probe = path / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
@@ -32,17 +33,25 @@ def make_private(run_dir: RunDir) -> bool:
             f"cannot write in the run dir {path}: {error.strerror}",
             "choose a directory that you may write: --run-dir DIR or KVFERRY_RUN_DIR",
         ) from None
-    found = path.stat()
+    return created
+
+
+def _refuse_shared(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.getuid():
         raise ConfigError(
             "run_dir.owner",
             f"the run dir {path} belongs to user {found.st_uid}; this is user {os.getuid()}",
             "choose a directory of your own: --run-dir DIR or KVFERRY_RUN_DIR",
         )
-    if found.st_mode & 0o077:
-        # Whoever can enter could attach to our memory; the directory is ours, so closing it is the fix itself.
-        path.chmod(stat.S_IMODE(found.st_mode) & 0o700)
-    return created
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        # Whoever can enter could attach to our memory. Closing it ourselves would lock others out of what is
+        # theirs to use: it may be /tmp, or somebody's home.
+        raise ConfigError(
+            "run_dir.open",
+            f"the run dir {path} has mode {mode:04o}, so others can enter it; it must be 0700",
+            f"choose an empty directory of your own, or `chmod 700 {path}`; one that is missing is made so",
+        )
 
 
 class Lock:

@@ -21,11 +21,38 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return one
 
 
-def test_a_directory_that_was_there_is_kept_and_closed_to_others(tmp_path: Path) -> None:
-    path = tmp_path / "open"
-    path.mkdir(mode=0o755)
+def test_a_directory_that_is_missing_is_made_private_with_its_parents(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    assert rundir.make_private(RunDir.at(path)) is True
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_private_directory_that_was_there_is_used_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    path.mkdir(mode=0o700)
     assert rundir.make_private(RunDir.at(path)) is False
     assert path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o1777])
+def test_a_directory_that_is_open_to_others_is_refused_and_left_as_it_is(tmp_path: Path, mode: int) -> None:
+    """It may be /tmp, or somebody's home: closing it would be no favour."""
+    path = tmp_path / "open"
+    path.mkdir()
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"run_dir\.open: .* has mode {mode:04o}") as error:
+        rundir.make_private(RunDir.at(path))
+    assert f"chmod 700 {path}" in error.value.fix
+    assert path.stat().st_mode & 0o7777 == mode
+    assert not list(path.iterdir())
+
+
+def test_an_empty_name_is_no_directory_and_an_empty_variable_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"run_dir\.empty"):
+        RunDir.at("")
+    unset = RunDir.at()
+    monkeypatch.setenv("KVFERRY_RUN_DIR", "")
+    assert RunDir.at() == unset
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs to give a directory away")

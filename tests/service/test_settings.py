@@ -49,6 +49,16 @@ def test_an_empty_variable_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> Non
     assert load({}).tp_size == 1
 
 
+def test_an_empty_run_dir_is_refused_but_for_the_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It would be the working directory."""
+    with pytest.raises(ConfigError, match=r"settings\.run_dir: --run-dir: '' is no directory"):
+        load({"run_dir": ""})
+    with pytest.raises(ConfigError, match=r"settings\.run_dir: run_dir in .*k\.toml: '' is no directory"):
+        load({}, write(tmp_path / "k.toml", 'run_dir = ""\n'))
+    monkeypatch.setenv("KVFERRY_RUN_DIR", "")
+    assert load({}).run_dir is None
+
+
 @pytest.mark.parametrize(
     ("toml", "code", "words"),
     [
