@@ -238,8 +238,8 @@ class Daemon:
                     self._table.keep_epochs(epochs)
                 case AtRest():
                     self._control.send({"event": "drained"})
-                case Note(text):
-                    log.info("%s", text)
+                case Note(text, warn):
+                    log.log(logging.WARNING if warn else logging.INFO, "%s", text)
         return follow
 
     def _send(self, action: Send, now: int) -> list[Event]:

@@ -102,6 +102,7 @@ class Note:
     """One line for the log: something an operator wants to know."""
 
     text: str
+    warn: bool = False  # something was lost that the operator may have wanted to keep
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,8 @@ def _cut_pool(desk: Desk, attach: Attach) -> None:
             desk.dying.clear()
         desk.geometry = fresh
         desk.recovered_only = False
-        desk.out.append(Note(f"the pool is cut anew for another block size; {num_lost} recovered keys were discarded"))
+        text = f"the pool is cut anew for another block size; {num_lost} recovered keys were discarded"
+        desk.out.append(Note(text, warn=num_lost > 0))
     else:
         desk.geometry.fix(attach.rank, payload, attach.pool_bytes)
     num_slots = desk.geometry.num_slots

@@ -186,6 +186,9 @@ class World:
     def notes(self) -> list[str]:
         return [a.text for a in self.said if isinstance(a, Note)]
 
+    def warnings(self) -> list[str]:
+        return [a.text for a in self.said if isinstance(a, Note) and a.warn]
+
     def drained(self, worker: int, link: int | None = None) -> int:
         """A worker says that it has drained, on a link of its own; the link."""
         link = self.open("worker") if link is None else link

@@ -323,7 +323,7 @@ def test_another_slot_size_than_the_recovered_one_is_served_and_the_old_keys_are
     later = world.restart()
     other = back(later, payload=3 * 4096)
     assert later.sums() == {**later.sums(), "total": 16, "free": 16}
-    assert any("2 recovered keys were discarded" in note for note in later.notes())
+    assert any("2 recovered keys were discarded" in note for note in later.warnings())
     other.hold([1], ticket=1)
     last = later.restart()
     assert back(last, payload=3 * 4096).lookup(1, [1, 2]).hits == 1

@@ -209,6 +209,16 @@ def test_status_is_the_cores_and_the_shells(house: House) -> None:
     assert status["workers"] in ([], [{"worker": f"{255:016x}", "rank": 0, "pid": 7, "state": "spare", "engine": ""}])
 
 
+def test_a_note_of_a_loss_is_logged_as_a_warning(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("kvferry").propagate = True
+    caplog.set_level(logging.INFO)
+    house.core.do = lambda _event: [Note("a guest"), Note("keys were discarded", warn=True)]
+    house.peer(Hello(role="client"))
+    house.hear(Received)
+    levels = {record.message: record.levelname for record in caplog.records}
+    assert (levels["a guest"], levels["keys were discarded"]) == ("INFO", "WARNING")
+
+
 def test_a_message_of_ours_that_breaks_the_protocol_ends_that_link_alone(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
