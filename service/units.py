@@ -23,7 +23,10 @@ def parse_bytes(text: object) -> int:
         return text
     match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
     if match is None or match[2].lower() not in _BYTES:
-        raise ValueError(f"{text!r} is no size; write 8GiB, 512MiB, 8GB (decimal) or a plain number of bytes")
+        raise ValueError(
+            f"{text!r} is no size; write 8GiB, 512MiB, 8GB (decimal) or a plain number of bytes;"
+            " units: B, KiB, MiB, GiB, TiB, and decimal KB, MB, GB, TB"
+        )
     return int(float(match[1]) * _BYTES[match[2].lower()])
 
 
@@ -33,7 +36,9 @@ def parse_seconds(text: object) -> float:
         return float(text)
     match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
     if match is None or match[2].lower() not in _SECONDS:
-        raise ValueError(f"{text!r} is no time; write 500ms, 10s, 2m, 1h or a plain number of seconds")
+        raise ValueError(
+            f"{text!r} is no time; write 500ms, 10s, 2m, 1h or a plain number of seconds; units: us, ms, s, m, min, h"
+        )
     return float(match[1]) * _SECONDS[match[2].lower()]
 
 

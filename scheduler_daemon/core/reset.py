@@ -34,7 +34,7 @@ def take_reset(desk: Desk, link: LinkId, ask: ResetAsk) -> None:
             error = RefusedError(
                 "reset.namespace",
                 f"{len(spaces)} of {len(desk.namespaces)} namespaces begin with {ask.namespace!r}",
-                "`kvferry status` lists them; give more digits, or * for all",
+                "`kvferry status` lists them; give more digits, or --all",
             )
             desk.counters.add(f"refused.{error.code}")
             desk.send(link, Refused.of(error))
