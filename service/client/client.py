@@ -21,9 +21,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+from kvferry.client.arguments import check_settings
 from kvferry.client.background import close_at_exit, close_pipe, serve
 from kvferry.client.carrier import Carrier, connect
 from kvferry.client.core import ClientCore, ClientSettings, State
@@ -42,6 +44,8 @@ REFUSED_RETRY_S: Final = 10.0  # a refusal stands until somebody changes somethi
 PASSING: Final = frozenset({"register.engine_taken", "frame.link", "daemon.lost"})
 HANDSHAKE_S: Final = 5.0  # a daemon that took the link but does not answer is given up after this
 
+_tickets = count(1)  # one sequence for the process: a second client of an engine says no ticket of the first again
+
 
 class Client:
     """One engine's scheduler half. Thread-safe.
@@ -55,7 +59,11 @@ class Client:
     ranks report; engines share what they stored only if both agree.
     step_budget_s: what all `hits` calls of one step may wait together.  patience_s: how long one request
     is told "not ready" before the answer becomes "no hits".
-    on_note: gets one line per change of state; without it they go to the log "kvferry.client".
+    on_note: gets one line per change of state; without it they go to the log "kvferry.client", refusals and
+    other trouble as warnings.
+
+    In `lookup`, `load` and `store` keys are n bytes objects of key_bytes each, or one of n * key_bytes. `load`
+    and `store` take the common part of keys and blocks: more of either is no mistake, and the rest is ignored.
     """
 
     def __init__(
@@ -77,18 +85,18 @@ class Client:
         start: bool = True,
     ) -> None:
         self._run_dir = RunDir.at(run_dir)
-        self._core = ClientCore(
-            ClientSettings(
-                engine_id=engine_id,
-                world_size=world_size,
-                key_bytes=key_bytes,
-                num_blocks=num_blocks,
-                block_tokens=block_tokens,
-                facts=dict(facts or {}),
-                salt=salt,
-                patience_ns=int(patience_s * 1e9),
-            )
+        settings = ClientSettings(
+            engine_id=engine_id,
+            world_size=world_size,
+            key_bytes=key_bytes,
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            facts=dict(facts or {}),
+            salt=salt,
+            patience_ns=int(patience_s * 1e9),
         )
+        check_settings(settings)
+        self._core = ClientCore(settings, _tickets)
         self._connect = connect
         self._now_ns = now_ns
         self._on_note = on_note
@@ -96,11 +104,12 @@ class Client:
         self._lock = threading.RLock()
         self._peer: Carrier | None = None
         self._unsent: deque[Message] = deque()
-        self._notes: list[str] = []
+        self._notes: list[tuple[int, str]] = []  # (log level, line)
         self._last_note = ""
         self._retry_s = RETRY_S
         self._retry_at_ns = 0
         self._handshake_since_ns = 0
+        self._is_silent = False  # somebody took the last link and said nothing
         self._was_attached = False
         self._closed = False
         self._stop, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -141,8 +150,9 @@ class Client:
         return found
 
     def load(self, request: str, keys: Sequence[bytes] | bytes, blocks: Sequence[int], *, group: int = 0) -> int:
-        """Bring keys into blocks, key i into blocks[i]; a ticket > 0.
+        """Bring keys into blocks, key i into blocks[i], for the common part of both; a ticket > 0.
 
+        ArgumentError if a block is named twice.
         Uses the lease of the request's lookup. The blocks belong to the transfer until every rank has
         reported the ticket (`RankClient.poll`); then say `load_ended`. Without a sidecar the ranks report it failed.
         """
@@ -152,7 +162,7 @@ class Client:
         return self._core.load(request, keys, blocks, self._now_ns(), group=group)
 
     def store(self, request: str, keys: Sequence[bytes] | bytes, blocks: Sequence[int], *, group: int = 0) -> int:
-        """Keep blocks[i] under key i; a ticket, or 0 if it was not taken (counted)."""
+        """Keep blocks[i] under key i, for the common part of both; a ticket, or 0 if it was not taken (counted)."""
         with self._turn() as now_ns:
             return self._core.store(request, keys, blocks, now_ns, group=group)
         return 0
@@ -325,11 +335,12 @@ class Client:
             self._unsent.popleft()
         self._peer.flush()
 
-    def _drop(self, now_ns: int) -> None:
+    def _drop(self, now_ns: int, *, is_silent: bool = False) -> None:
         """The link is over, for whatever reason: end what hung on it and look again later."""
         if self._peer is not None:
             self._peer.close()
             self._peer = None
+        self._is_silent = is_silent
         self._unsent.clear()
         refusal = self._core.refusal if self._core.state is State.REFUSED else None
         is_refused = refusal is not None and refusal.code not in PASSING
@@ -343,7 +354,7 @@ class Client:
 
     def _fail(self, error: Exception) -> None:
         log.debug("error inside the client", exc_info=error)
-        self._note(f"internal error, going on without the sidecar: {type(error).__name__}: {error}")
+        self._note(f"internal error, going on without the sidecar: {type(error).__name__}: {error}", logging.WARNING)
         self._drop(self._now_ns())
         self._plan_retry(self._now_ns(), REFUSED_RETRY_S)
 
@@ -360,10 +371,9 @@ class Client:
                 self._send()
                 self._peer.tick()
                 in_handshake = self._core.state in (State.HELLO, State.REGISTERING)
-                if not self._peer.alive or (
-                    in_handshake and now_ns - self._handshake_since_ns > int(HANDSHAKE_S * 1e9)
-                ):
-                    self._drop(now_ns)
+                is_silent = in_handshake and now_ns - self._handshake_since_ns > int(HANDSHAKE_S * 1e9)
+                if is_silent or not self._peer.alive:
+                    self._drop(now_ns, is_silent=is_silent)
                     self._note_change()
             due_ns = self._core.next_due_ns()
         return IDLE_S if due_ns is None else min(max((due_ns - self._now_ns()) / 1e9, 0.001), IDLE_S)
@@ -373,6 +383,7 @@ class Client:
         try:
             self._peer = self._connect(self._run_dir)
         except LostError:
+            self._is_silent = False
             self._plan_retry(now_ns)
             self._note_change()
             return
@@ -387,26 +398,29 @@ class Client:
             self._note(f"attached to the sidecar at {self._run_dir.path}: {core.registration.slots} slots")
         elif core.state is State.REFUSED and (refusal := core.refusal) is not None:
             fix = f" (fix: {refusal.fix})" if refusal.fix else ""
-            self._note(f"the sidecar refused this engine: {refusal.code}: {refusal.text}{fix}")
+            self._note(f"the sidecar refused this engine: {refusal.code}: {refusal.text}{fix}", logging.WARNING)
         elif core.state is State.REGISTERED:
             self._note(f"registered; {core.registration.num_attached} of {core.settings.world_size} ranks attached")
+        elif core.state is State.OFF and self._is_silent and not self._closed:
+            text = f"the daemon at {self._run_dir.path} does not answer: every lookup is a miss until it does"
+            self._note(text, logging.WARNING)
         elif core.state is State.OFF and not self._closed:
             self._note(f"no sidecar at {self._run_dir.path}: every lookup is a miss until there is one")
 
-    def _note(self, text: str) -> None:
+    def _note(self, text: str, level: int = logging.INFO) -> None:
         if text != self._last_note:
             self._last_note = text
-            self._notes.append(text)
+            self._notes.append((level, text))
 
     def _tell(self) -> None:
         """Hand notes over outside the lock: the listener may call us."""
         while self._notes:
-            text = self._notes.pop(0)
+            level, text = self._notes.pop(0)
             try:
                 if self._on_note is not None:
                     self._on_note(text)
                 else:
-                    log.info("%s", text)
+                    log.log(level, "%s", text)
             except Exception:  # a listener's error is not the engine's
                 log.debug("on_note failed", exc_info=True)
 

@@ -14,10 +14,11 @@ Promises:
   * one incarnation of a request carries one load or any stores, never both: each direction has its own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any, Final
 
-from kvferry.client.arguments import key_column, pairs
+from kvferry.client.arguments import block_ids, check_salt, key_column, pairs, targets
 from kvferry.client.batch import Job, StepBatch
 from kvferry.client.lookups import MS, Lookups
 from kvferry.client.registration import ClientSettings, Registration, State
@@ -41,14 +42,15 @@ IDLE_TELL_NS: Final = 100 * MS
 class ClientCore:
     """See the module's text. All methods are for one owner at a time."""
 
-    def __init__(self, settings: ClientSettings) -> None:
+    def __init__(self, settings: ClientSettings, tickets: Iterator[int] | None = None) -> None:
+        """`tickets`: where new ones come from, rising; 1, 2, ... by default."""
         self.settings = settings
         self.counters = ClientCounters()
         self.registration = Registration(settings)
         self._epoch = 0
         self._lookups = Lookups(settings.key_bytes, settings.patience_ns, self.counters)
         self._requests = Requests()
-        self._transfers = Transfers(self.counters)
+        self._transfers = Transfers(self.counters, tickets or count(1))
         self._fence = self._transfers.fence
         self._batch = StepBatch()
         self._loading: dict[int, Request] = {}  # load tickets without all ranks' words
@@ -193,9 +195,10 @@ class ClientCore:
     ) -> int:
         """Bring these keys into these blocks; the load's ticket, > 0.
 
-        Its end is the ranks' word (`load_ended`). What cannot be sent is failed by the ranks at once.
+        Only the common part of keys and blocks counts. The end is the ranks' word (`load_ended`). What cannot be
+        sent is failed by the ranks at once.
         """
-        column, ids = pairs(keys, blocks, self.settings.key_bytes, self.settings.num_blocks, group)
+        column, ids = targets(keys, blocks, self.settings.key_bytes, self.settings.num_blocks, group)
         record = self._requests.of(request)
         self.counters.loads += 1
         ticket = self._transfers.begin_load(request, len(ids))
@@ -241,7 +244,7 @@ class ClientCore:
 
         Each of them is revoked by the next directive, or withdrawn if its step was not sent yet.
         """
-        blocks = [block for block in blocks if 0 <= block < self.settings.num_blocks]
+        blocks = [block for block in block_ids(blocks) if 0 <= block < self.settings.num_blocks]
         hit = self._meet(blocks)
         if len(self._fence):  # without an unended store there is nothing that the daemon could meet
             self._batch.write(blocks)
@@ -249,7 +252,7 @@ class ClientCore:
 
     def storing(self, blocks: Iterable[int]) -> frozenset[int]:
         """Unended stores that read any of these blocks. A question: nothing changes."""
-        return frozenset(self._fence.readers(blocks))
+        return frozenset(self._fence.readers(block_ids(blocks)))
 
     def forget(self, request: str, now_ns: int) -> None:
         """Drop the request's lookup and lease without ending it."""
@@ -316,6 +319,7 @@ class ClientCore:
 
     def rotate(self, salt: bytes, now_ns: int) -> None:
         """Move this engine to the namespace of `salt`: nothing stored so far is found, nothing unended counts."""
+        check_salt(salt)
         self._lookups.clear()
         for ticket in list(self._batch.stores):
             self._withdraw(ticket)

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from kvferry.client.arguments import check_rank
 from kvferry.client.memory import KVMemory
 from kvferry.client.rank_core import RankCore
 from kvferry.client.tether import Tether, attach
@@ -53,7 +54,7 @@ class RankClient:
 
     Waits for the verdict at most `attach_timeout_s` if a sidecar listens, not at all if none does; later
     attempts run in the background. `load_timeout_s`: when a load is cancelled; it stays open until its
-    worker's word or proven death.
+    worker's word or proven death. `on_note`: as for `Client`.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class RankClient:
         now_ns: Callable[[], int] = time.monotonic_ns,
         start: bool = True,
     ) -> None:
+        check_rank(engine_id, rank, world_size, facts or {})
         self._run_dir = RunDir.at(run_dir)
         self._path = str(self._run_dir.rank(rank))
         self._memory = memory
@@ -89,7 +91,7 @@ class RankClient:
         self._tether: Tether | None = None
         self._attempt: socket.socket | None = None  # an attachment on its way, so that close can end it
         self._pidfds: dict[int, int] = {}  # worker -> its proof of death
-        self._notes: list[str] = []
+        self._notes: list[tuple[int, str]] = []  # (log level, line)
         self._last_note = ""
         self._retry_s = RETRY_S
         self._closed = False
@@ -221,7 +223,7 @@ class RankClient:
             deed()
         except Exception as error:
             log.debug("error inside the rank client", exc_info=error)
-            self._note(f"lost the worker: {type(error).__name__}: {error}")
+            self._note(f"lost the worker: {type(error).__name__}: {error}", logging.WARNING)
             self._lose()
 
     def _send(self) -> None:
@@ -298,7 +300,7 @@ class RankClient:
         except Exception as error:  # whatever it was, the engine goes on without
             sock.close()
             passes = isinstance(error, OSError) or (isinstance(error, KvferryError) and error.code in PASSING)
-            self._note(f"not attached: {error}")
+            self._note(f"not attached: {error}", logging.WARNING)
             return self._next_retry() if passes else REFUSED_RETRY_S
         with self._lock:
             if self._closed:
@@ -327,19 +329,19 @@ class RankClient:
         self._tell()
         return wait_s
 
-    def _note(self, text: str) -> None:
+    def _note(self, text: str, level: int = logging.INFO) -> None:
         if text != self._last_note:
             self._last_note = text
-            self._notes.append(f"rank {self._register.rank}: {text}")
+            self._notes.append((level, f"rank {self._register.rank}: {text}"))
 
     def _tell(self) -> None:
         while self._notes:
-            text = self._notes.pop(0)
+            level, text = self._notes.pop(0)
             try:
                 if self._on_note is not None:
                     self._on_note(text)
                 else:
-                    log.info("%s", text)
+                    log.log(level, "%s", text)
             except Exception:  # a listener's error is not the engine's
                 log.debug("on_note failed", exc_info=True)
 

@@ -9,7 +9,7 @@ A store reads its blocks until it ends: that is the fence. A load's blocks are i
 its end here says nothing of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvferry.client.fence import FenceMirror
@@ -35,26 +35,26 @@ class _Open:
 class Transfers:
     """Open tickets, and ends that nobody fetched yet."""
 
-    def __init__(self, counters: ClientCounters) -> None:
+    def __init__(self, counters: ClientCounters, tickets: Iterator[int]) -> None:
         self.fence = FenceMirror()
         self._counters = counters
         self._open: dict[int, _Open] = {}
         self._ended: list[JobEnd] = []
         self._untold: set[int] = set()  # loads that the ranks ended; the daemon's word on them is due
-        self._last_ticket = 0
+        self._tickets = tickets
 
     def begin_load(self, name: str, num_keys: int) -> int:
         """A new ticket."""
-        self._last_ticket += 1
-        self._open[self._last_ticket] = _Open(name, Kind.LOAD, num_keys, 0)
-        return self._last_ticket
+        ticket = next(self._tickets)
+        self._open[ticket] = _Open(name, Kind.LOAD, num_keys, 0)
+        return ticket
 
     def begin_store(self, name: str, blocks: tuple[int, ...]) -> int:
         """A new ticket, which reads these blocks from now on."""
-        self._last_ticket += 1
-        self._open[self._last_ticket] = _Open(name, Kind.STORE, len(blocks), len(blocks))
-        self.fence.add(self._last_ticket, blocks)
-        return self._last_ticket
+        ticket = next(self._tickets)
+        self._open[ticket] = _Open(name, Kind.STORE, len(blocks), len(blocks))
+        self.fence.add(ticket, blocks)
+        return ticket
 
     def end(self, ticket: int, outcome: Outcome) -> bool:
         """The one exit of every ticket; False if it had ended already."""

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from kvferry import Directive, KVMemory, LoadEnd, Outcome, RankClient, from_arrays, shared_array
+from kvferry.client.types import ArgumentError
 from kvferry.proto.codec import unpack
 from kvferry.proto.columns import pack_u8, pack_u32, pack_u64
 from kvferry.proto.control import Refused
@@ -316,6 +317,41 @@ def test_a_refusal_is_one_line_with_its_fix(dock: Dock, tmp_path: Path, memory: 
         assert not rank.attached
         (note,) = notes
         assert "layout.slot_bytes" in note and "65536 against 32768" in note and "use one block size" in note
+
+
+def test_without_a_listener_a_refusal_is_a_warning(
+    dock: Dock, tmp_path: Path, memory: KVMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        worker = dock.worker()
+        worker.read(RankRegister)
+        worker.say(Refused(code="layout.slot_bytes", text="65536 against 32768", fix="use one block size"))
+
+    thread = threading.Thread(target=refuse)
+    thread.start()
+    with RankClient("e", 0, world_size=1, memory=memory, run_dir=tmp_path):
+        thread.join()
+    (record,) = [one for one in caplog.records if one.name == "kvferry.client"]
+    assert record.levelname == "WARNING" and "layout.slot_bytes" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"rank": -1}, "rank = -1 is outside 0..1"),
+        ({"rank": 2}, "rank = 2 is outside 0..1"),
+        ({"world_size": 65}, "world_size = 65 is outside 1..64"),
+        ({"engine_id": ""}, "engine_id is ''; it must be a text that is not empty"),
+        ({"facts": {"dtype": "d" * 4097}}, "fact 'dtype' has 4097 characters; at most 4096 are allowed"),
+    ],
+)
+def test_a_rank_that_no_worker_could_take_is_told_at_once(
+    wrong: dict[str, Any], said: str, tmp_path: Path, memory: KVMemory
+) -> None:
+    sane: dict[str, Any] = {"engine_id": "e", "rank": 0, "world_size": 2}
+    with pytest.raises(ArgumentError) as told:
+        RankClient(**{**sane, **wrong}, memory=memory, run_dir=tmp_path)
+    assert str(told.value) == said
 
 
 def test_probes_are_written_for_the_first_attachment_only_and_restored(

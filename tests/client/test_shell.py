@@ -1,6 +1,7 @@
 """The scheduler side as it is used: its budget, its one thread, and that nothing of ours reaches the engine."""
 
 import gc
+import logging
 import subprocess
 import sys
 import threading
@@ -14,6 +15,9 @@ import pytest
 
 from kvferry import Client, ConfigError, Directive, Hits, Reason
 from kvferry.client import client as shell
+from kvferry.client.arguments import check_settings
+from kvferry.client.core import ClientSettings
+from kvferry.client.types import ArgumentError
 from kvferry.net.paths import RunDir
 from kvferry.proto.control import Goodbye, Hello, Refused, Register, Registered, Welcome
 from kvferry.proto.errors import LostError
@@ -294,6 +298,90 @@ def test_the_callers_own_mistakes_are_told() -> None:
         Client("e", world_size=1, key_bytes=8, num_blocks=1, block_tokens=1, run_dir="/x" * 80)
 
 
+SANE: dict[str, Any] = {"engine_id": "e", "world_size": 1, "key_bytes": 8, "num_blocks": 8, "block_tokens": 16}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"key_bytes": 0}, "key_bytes = 0 is outside 1..64"),
+        ({"key_bytes": 65}, "key_bytes = 65 is outside 1..64"),
+        ({"key_bytes": "32"}, "key_bytes is a str; it must be an int"),
+        ({"num_blocks": 0}, f"num_blocks = 0 is outside 1..{1 << 28}"),
+        ({"num_blocks": (1 << 28) + 1}, f"num_blocks = {(1 << 28) + 1} is outside 1..{1 << 28}"),
+        ({"block_tokens": 0}, f"block_tokens = 0 is outside 1..{1 << 20}"),
+        ({"world_size": 0}, "world_size = 0 is outside 1..64"),
+        ({"world_size": 65}, "world_size = 65 is outside 1..64"),
+        ({"engine_id": ""}, "engine_id is ''; it must be a text that is not empty"),
+        ({"engine_id": "e" * 4097}, "engine_id has 4097 characters; at most 4096 are allowed"),
+        ({"salt": bytes(257)}, "salt has 257 bytes; at most 256 are allowed"),
+        ({"salt": "text"}, "salt is a str; it must be bytes"),
+        ({"facts": {str(n): "" for n in range(65)}}, "there are 65 facts; at most 64 are allowed"),
+        ({"facts": {"model": "m" * 4097}}, "fact 'model' has 4097 characters; at most 4096 are allowed"),
+        ({"facts": {"n" * 4097: ""}}, "the name of a fact has 4097 characters; at most 4096 are allowed"),
+        ({"facts": {"layers": 2}}, "fact 'layers' is a int; it must be text"),
+    ],
+)
+def test_an_engine_that_no_daemon_could_take_is_told_at_once(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
+    def never(run_dir: RunDir) -> FakeCarrier:
+        raise AssertionError("nothing is sent")
+
+    with pytest.raises(ArgumentError) as told:
+        Client(**{**SANE, **wrong}, run_dir=tmp_path, connect=never)
+    assert str(told.value) == said
+
+
+def test_the_bounds_of_an_engine_are_those_of_the_wire() -> None:
+    widest = {**SANE, "engine_id": "e" * 4096, "key_bytes": 64, "world_size": 64, "salt": bytes(256)}
+    widest |= {"num_blocks": 1 << 28, "block_tokens": 1 << 20, "facts": {f"{n:04096}": "v" * 4096 for n in range(64)}}
+    for engine in (SANE, widest):
+        check_settings(ClientSettings(**engine))
+        Register(**engine)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda c: c.lookup("r", ["a" * 8]), "a key is a str; keys must be bytes, 8 each"),
+        (lambda c: c.lookup("r", "a" * 8), "a key is a str; keys must be bytes, 8 each"),
+        (lambda c: c.store("r", [12345678], [1]), "a key is a int; keys must be bytes, 8 each"),
+        (lambda c: c.store("r", None, [1]), "keys are a NoneType; they must be bytes in a sequence"),
+        (lambda c: c.store("r", b"seven..", [1]), "keys have 7 bytes, no multiple of key_bytes = 8"),
+        (lambda c: c.store("r", chain(1), [-1]), "block ids -1..-1 are outside 0..99"),
+        (lambda c: c.store("r", chain(1), ["1"]), "blocks must be ints in a sequence: "),
+        (lambda c: c.store("r", chain(1), 1), "blocks must be ints in a sequence: "),
+        (lambda c: c.store("r", chain(1), [1], group=16), "group = 16 is outside 0..15"),
+        (lambda c: c.store("r", chain(1), [1], group="a"), "group is a str; it must be an int"),
+        (lambda c: c.load("r", ["a" * 8], [1]), "a key is a str; keys must be bytes, 8 each"),
+        (lambda c: c.load("r", chain(1, 2, 3), [4, 5, 4]), "block 4 is named twice: 3 keys for 2 blocks"),
+        (lambda c: c.written(["1"]), "blocks must be ints in a sequence: "),
+        (lambda c: c.storing(None), "blocks must be ints in a sequence: "),
+        (lambda c: c.rotate(bytes(257)), "salt has 257 bytes; at most 256 are allowed"),
+    ],
+)
+def test_a_mistake_in_a_call_leaves_the_link_and_the_stores_alone(call: Callable[[Any], Any], said: str) -> None:
+    with stage() as s:
+        s.attached()
+        ticket = s.client.store("before", chain(1), [1])
+        s.client.end_step()
+        sent = len(s.carrier.sent)
+        with pytest.raises(ArgumentError) as told:
+            call(s.client)
+        assert str(told.value).startswith(said)
+        assert not s.client.end_step() and s.client.poll() == []
+        assert s.client.attached and s.client.storing([1]) == {ticket} and len(s.carrier.sent) == sent
+
+
+def test_a_second_client_of_an_engine_says_no_ticket_of_the_first() -> None:
+    seen: list[int] = []
+    for _ in range(2):
+        with stage() as s:
+            s.attached()
+            seen += [s.client.store("r", chain(n), [n]) for n in range(3)]
+            seen.append(s.client.load("l", chain(1), [9]))
+    assert len(set(seen)) == 8 and seen == sorted(seen)
+
+
 def test_a_listener_that_raises_is_not_the_engines_trouble() -> None:
     with stage() as s:
         s.client._on_note = lambda text: 1 / 0  # type: ignore[assignment, return-value]
@@ -401,6 +489,39 @@ def test_a_daemon_that_welcomes_nobody_is_given_up() -> None:
         assert not s.carrier.alive
         s.turn(2000)
         assert len(s.carriers) == 2
+
+
+def test_a_daemon_that_says_nothing_is_no_absent_one() -> None:
+    with stage(lambda message: []) as s:
+        for _ in range(200):
+            s.turn(100)
+        assert s.notes == ["the daemon at /nonexistent/kvferry does not answer: every lookup is a miss until it does"]
+        s.is_there = s.carrier.alive = False
+        s.turn(100)
+        s.turn(2000)
+        assert len(s.notes) == 2 and s.notes[1].startswith("no sidecar at /nonexistent/kvferry")
+        s.is_there, s.answer = True, daemon
+        s.turn(2000)
+        s.attached()
+        assert len(s.notes) == 3
+
+
+def test_without_a_listener_a_refusal_is_a_warning_and_a_change_of_state_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refusing(message: Any) -> list[Any]:
+        return [refused()] if isinstance(message, Register) else daemon(message)
+
+    caplog.set_level(logging.INFO, "kvferry.client")
+    for answer in (daemon, refusing):
+        with stage(answer) as s:
+            s.client._on_note = None
+            for _ in range(3):
+                s.turn()
+    assert [(one.levelname, one.getMessage()[:31]) for one in caplog.records] == [
+        ("INFO", "attached to the sidecar at /non"),
+        ("WARNING", "the sidecar refused this engine"),
+    ]
 
 
 def test_messages_wait_for_room_in_the_window_and_keep_their_order() -> None:
