@@ -42,7 +42,8 @@ RETRY_MAX_S: Final = 1.0
 REFUSED_RETRY_S: Final = 10.0  # a refusal stands until somebody changes something
 # Refusals that pass by themselves: the daemon has not yet noticed that an earlier link of ours is over.
 PASSING: Final = frozenset({"register.engine_taken", "frame.link", "daemon.lost"})
-HANDSHAKE_S: Final = 5.0  # a daemon that took the link but does not answer is given up after this
+# A daemon that took the link but does not answer is given up after this: before the link gives itself up.
+HANDSHAKE_S: Final = 4.5
 
 _tickets = count(1)  # one sequence for the process: a second client of an engine says no ticket of the first again
 
