@@ -43,7 +43,7 @@ format: setup ## write files the way check wants them
 	@$(BIN)/ruff format .
 
 test: setup ## all tests that need neither vLLM nor Docker
-	@$(BIN)/python -m pytest -n 2 -m "not process"
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not process"
 	@$(BIN)/python -m pytest -m process
 
 demo: setup ## the main job in two minutes: a small engine whose evicted prefixes come back
