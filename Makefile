@@ -53,7 +53,7 @@ demo-vllm: .venv-vllm/ready ## the same with a real vLLM on CPU
 	@$(VLLM)/python examples/vllm_demo.py
 
 test-vllm: .venv-vllm/ready ## tests with a real vLLM on CPU
-	@$(VLLM)/python -m pytest -m vllm tests/vllm tests/chaos
+	@$(VLLM)/python -m pytest -m vllm $(or $(VLLM_TESTS),tests/vllm tests/chaos)
 
 chaos: .venv-vllm/ready ## ten minutes of a real vLLM under load while everything is killed and stopped at random
 	@$(VLLM)/python -m tests.chaos --minutes 10
