@@ -46,7 +46,7 @@ test: setup ## all tests that need neither vLLM nor Docker
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not process"
 	@$(BIN)/python -m pytest -m process
 
-demo: setup ## the main job in two minutes: a small engine whose evicted prefixes come back
+demo: setup ## the main job: a small engine whose evicted prefixes come back
 	@$(BIN)/python examples/demo.py
 
 demo-vllm: .venv-vllm/ready ## the same with a real vLLM on CPU
