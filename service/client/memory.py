@@ -22,13 +22,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.client.marks import Marks
 from kvferry.proto import limits
-from kvferry.proto.errors import ConfigError
+from kvferry.proto.errors import ConfigError, RemoteProtocolError
 from kvferry.proto.layout import Group, Handle, Layout, Region
+from kvferry.proto.page import PageWriter
 from kvferry.proto.tether import Probe
 
 # Writes known bytes through the engine's own tensors, yields what a worker must then see, restores on exit.
 Probing = Callable[[], AbstractContextManager[tuple[Probe, ...]]]
+# How marks are set for this memory, given the rank's page and its mapping. ConfigError if it cannot be done.
+Marking = Callable[[PageWriter, mmap.mmap], Marks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +55,14 @@ class View:
 class KVMemory:
     """What a rank shows its worker: the layout, the descriptors of its handles, and how to prove the mapping.
 
-    `keep` holds whatever must live as long as the memory is shared.
+    `marking` is None where the engine's own thread does the work. `keep` holds whatever must live as long as the
+    memory is shared.
     """
 
     layout: Layout
     fds: tuple[int, ...] = ()
     probing: Probing | None = None
+    marking: Marking | None = None
     keep: tuple[Any, ...] = field(default=(), repr=False)
 
 
@@ -81,20 +87,27 @@ def from_views(
     format: str = "",
     null_block: bool = False,
     replicas: int = 1,
+    block_bytes: int = 0,
     probing: Probing | None = None,
+    marking: Marking | None = None,
     keep: tuple[Any, ...] = (),
 ) -> KVMemory:
     """The memory of one KV group made of these views.
 
     format: names what the bytes mean beyond their order (dtype, head layout, ...).
-    null_block: block 0 is never stored.
-    Errors: ConfigError(layout.geometry) naming the numbers if the views cannot be described.
+    null_block: block 0 is never stored.  block_bytes: what the engine says a block has on this rank; 0: it does
+    not say.
+    Errors: ConfigError(layout.geometry) naming the numbers if the views cannot be described, or hold another
+    number of bytes than the engine says.
     """
     regions, order = regions_of(views)
-    group = Group(regions=regions, block_tokens=block_tokens, replicas=replicas)
+    group = Group(regions=regions, block_tokens=block_tokens, replicas=replicas, block_bytes=block_bytes)
     layout = Layout(handles=tuple(handles), groups=(group,), format=f"{format}|{order}", null_block=null_block)
-    layout.check()
-    return KVMemory(layout, tuple(fds), probing, keep)
+    try:
+        layout.check()
+    except RemoteProtocolError as error:  # as a worker would say it; here it is our own reading that is wrong
+        raise ConfigError(error.code, error.text, "the engine lays its KV out in a way that was misread") from None
+    return KVMemory(layout, tuple(fds), probing, marking, keep)
 
 
 def regions_of(views: Sequence[View]) -> tuple[tuple[Region, ...], str]:

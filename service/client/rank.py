@@ -5,9 +5,10 @@
     own thread ──connect, register, watch──▶ │   └── shared page, pidfds     │
                                              └───────────────────────────────┘
 
-No call of the engine's thread waits. The page is made here once and lives across workers: its mark goes on
-counting for the next one. Attaching is the same code the first time and later; only the first attempt runs
-in the caller's thread, while the engine is still idle, and so may write the probes into its blocks.
+No call of the engine's thread waits. Marks are set and looked at in that thread alone (`marks.py`). The page
+is made here once and lives across workers: its mark goes on counting for the next one. Attaching is the same
+code the first time and later; only the first attempt runs in the caller's thread, while the engine is still
+idle, and so may write the probes into its blocks.
 """
 
 import logging
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvferry.client.arguments import check_rank
+from kvferry.client.marks import CpuMarks, Mark, Marks
 from kvferry.client.memory import KVMemory
 from kvferry.client.rank_core import RankCore
 from kvferry.client.tether import Tether, attach
@@ -44,6 +46,7 @@ REFUSED_RETRY_S: Final = 10.0
 PASSING: Final = frozenset({"register.rank_taken", "worker.busy", "daemon.lost", "frame.link"})
 VERDICT_S: Final = 30.0  # a worker may take this long to map our memory when nobody waits for it
 CLOSE_S: Final = 1.0
+HELD_LOOK_S: Final = 0.001  # how often `wait` asks the device while a begin waits for it
 
 
 class RankClient:
@@ -76,13 +79,26 @@ class RankClient:
         self._run_dir = RunDir.at(run_dir)
         self._path = str(self._run_dir.rank(rank))
         self._memory = memory
+        self._page_fd = os.memfd_create("kvferry-page", os.MFD_CLOEXEC)
+        os.ftruncate(self._page_fd, limits.PAGE_BYTES)
+        self._page_map = mmap.mmap(self._page_fd, limits.PAGE_BYTES)
+        self._page = PageWriter(memoryview(self._page_map))
+        try:
+            self._marks: Marks = CpuMarks(self._page)
+            if memory.marking is not None:
+                self._marks = memory.marking(self._page, self._page_map)
+        except BaseException:
+            os.close(self._page_fd)
+            raise
         self._register = RankRegister(
             engine_id=engine_id,
             rank=rank,
             world_size=world_size,
             layout=memory.layout,
             facts=dict(facts or {}),
+            mark_mode=self._marks.mode,
             pid=os.getpid(),
+            pid_ns=_pid_namespace(),
         )
         self._core = RankCore(int(load_timeout_s * 1e9))
         self._now_ns = now_ns
@@ -95,10 +111,6 @@ class RankClient:
         self._last_note = ""
         self._retry_s = RETRY_S
         self._closed = False
-        self._page_fd = os.memfd_create("kvferry-page", os.MFD_CLOEXEC)
-        os.ftruncate(self._page_fd, limits.PAGE_BYTES)
-        self._page_map = mmap.mmap(self._page_fd, limits.PAGE_BYTES)
-        self._page = PageWriter(memoryview(self._page_map))
         self._wake = threading.Event()
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self), self._wake), name=f"kvferry-rank-{rank}", daemon=True
@@ -115,15 +127,17 @@ class RankClient:
         if directive.revokes:
             with self._lock:
                 self._page.revoke(directive.revokes)
+                self._core.withdraw(directive.revokes)
 
     def begin_loads(self, directive: Directive) -> None:
         """The blocks of the directive's loads may be written: nothing launched earlier touches them any more."""
         if not (directive.loads or directive.failed_loads or directive.cancels):
             return
         with self._lock:
-            mark = self._page.signal() if directive.loads else 0
-            self._core.begin_loads(directive, mark, self._now_ns())
-            self._guarded(self._send)
+            mark = self._signal() if directive.loads else Mark(0)
+            word, hold = (mark.word, mark.hold) if mark is not None else (None, 0)
+            self._core.begin_loads(directive, word, self._now_ns(), hold)
+            self._guarded(self._let_go)
         self._tell()
 
     def begin_stores(self, directive: Directive) -> None:
@@ -131,13 +145,17 @@ class RankClient:
         if not directive.stores:
             return
         with self._lock:
-            self._core.begin_stores(directive, self._page.signal())
-            self._guarded(self._send)
+            mark = self._signal()
+            word, hold = (mark.word, mark.hold) if mark is not None else (None, 0)
+            self._core.begin_stores(directive, word, hold)
+            self._guarded(self._let_go)
         self._tell()
 
     def poll(self) -> RankReport:
         """What ended at this rank since the last call. Never waits."""
         with self._lock:
+            if self._core.has_held:
+                self._guarded(self._let_go)
             self._guarded(self._watch)
             report = self._core.poll()
         self._tell()
@@ -149,13 +167,19 @@ class RankClient:
         Only for an engine step that has nothing to compute: it gives the processor to the copies instead of
         asking again and again. Returns at once if an end is known already or nobody could say one.
         """
-        with self._lock:
-            if self._tether is None or self._tether.ended or self._core.has_ends:
+        until = time.monotonic() + timeout_s
+        while (left := until - time.monotonic()) > 0:
+            with self._lock:
+                if self._core.has_held:
+                    self._guarded(self._let_go)
+                if self._tether is None or self._tether.ended or self._core.has_ends:
+                    return
+                is_held = self._core.has_held
+                poller = select.poll()
+                poller.register(self._tether.fileno(), select.POLLIN)
+            # Our own thread may close the socket meanwhile: then this ends by its bound.
+            if poller.poll(min(left, HELD_LOOK_S) * 1000 if is_held else left * 1000):
                 return
-            poller = select.poll()
-            poller.register(self._tether.fileno(), select.POLLIN)
-        # Our own thread may close the socket meanwhile: then this ends by its bound.
-        poller.poll(timeout_s * 1000)
 
     # ---- as a whole ----------------------------------------------------------------------------------
 
@@ -167,6 +191,11 @@ class RankClient:
     @property
     def counters(self) -> RankCounters:
         return self._core.counters
+
+    @property
+    def holding(self) -> bool:
+        """Whether a begin waits for the device: then `poll` must be called on, in idle steps too."""
+        return self._core.has_held
 
     @property
     def worker_pid(self) -> int:
@@ -183,6 +212,8 @@ class RankClient:
                 "worker_pid": self.worker_pid,
                 "open_loads": self._core.open_loads,
                 "mark": self._page.mark(),
+                "mark_mode": self._marks.mode,
+                "holding": self.holding,
             }
 
     def close(self) -> None:
@@ -208,6 +239,7 @@ class RankClient:
                 os.close(fd)
             self._pidfds.clear()
             os.close(self._page_fd)
+            self._marks.close()
 
     def __enter__(self) -> "RankClient":
         return self
@@ -216,6 +248,20 @@ class RankClient:
         self.close()
 
     # ---- inside --------------------------------------------------------------------------------------
+
+    def _signal(self) -> Mark | None:
+        """A mark behind all that was launched; None, and one line, if the device gives none."""
+        try:
+            return self._marks.signal()
+        except Exception as error:  # a device in trouble: the engine will hear of it by itself
+            self._note(f"no mark could be set: {error}", logging.WARNING)
+            return None
+
+    def _let_go(self) -> None:
+        """Send what may go: of held begins those that the device is past. In the engine's thread only."""
+        if self._core.has_held:
+            self._core.release(self._marks.passed())
+        self._send()
 
     def _guarded(self, deed: Callable[[], None]) -> None:
         """Do it, and let nothing of ours reach the engine as an error: the tether is dropped instead."""
@@ -311,7 +357,8 @@ class RankClient:
             self._pidfds[tether.worker] = pidfd
             self._core.attach(tether.worker)
             self._retry_s = RETRY_S
-            self._note(f"attached to worker {tether.pid} at {self._path}")
+            how = f"; marks: {self._marks.mode} ({self._marks.why})" if self._marks.why else ""
+            self._note(f"attached to worker {tether.pid} at {self._path}{how}")
         return WATCH_S
 
     def _next_retry(self) -> float:
@@ -344,6 +391,13 @@ class RankClient:
                     log.log(level, "%s", text)
             except Exception:  # a listener's error is not the engine's
                 log.debug("on_note failed", exc_info=True)
+
+
+def _pid_namespace() -> int:
+    """Tells this process's number from an equal one elsewhere; 0 if the system does not say."""
+    with suppress(OSError):
+        return Path("/proc/self/ns/pid").stat().st_ino
+    return 0
 
 
 def _serve(owner: "weakref.ref[RankClient]", wake: threading.Event) -> None:

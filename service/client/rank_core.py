@@ -12,11 +12,18 @@ A load's blocks belong to the transfer until somebody who knows says otherwise:
                       ──tether of w ended──▶ nothing yet: that is a notice, not the proof
     never sent to any worker ──▶ FAILED(all blocks) at once: nothing can write there
 
+Where the device cannot write marks (`marks.py`, mode host) a begin waits in here until the device is past it:
+
+    begun ──hold > 0──▶ held ──release(hold)──▶ outgoing()
+                         ├──revoked (a store)──▶ withdrawn: it reads nothing any more
+                         └──worker lost──▶ never sent, see above
+
 Each load ticket of a directive is reported exactly once, whatever happens. Stores need no word: one that
 is lost spoils a slot and never an engine, so a store that cannot be begun is dropped and counted.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,6 +49,15 @@ class _Load:
     is_cancelled: bool = False
 
 
+@dataclass(slots=True)
+class _Held:
+    """Begins that the device has not come to."""
+
+    hold: int
+    tickets: list[int]
+    mark: int
+
+
 class RankCore:
     """See the module's text. All methods are for one owner at a time."""
 
@@ -55,6 +71,7 @@ class RankCore:
         self._load_ends: list[LoadEnd] = []
         self._store_ends: list[int] = []
         self._out: list[Message] = []
+        self._held: deque[_Held] = deque()
 
     # ---- the worker ----------------------------------------------------------------------------------
 
@@ -76,6 +93,12 @@ class RankCore:
         self.worker = 0
         self.counters.detaches += 1
         self._out.clear()
+        held, self._held = self._held, deque()
+        for ticket in (ticket for begin in held for ticket in begin.tickets):
+            if (load := self._loads.get(ticket)) is not None:
+                self._end_load(ticket, LoadEnd(ticket, False, load.blocks, Outcome.NOT_BEGUN))
+            elif ticket in self._stores:
+                self._drop_store(ticket)
 
     def dead(self, worker: int) -> None:
         """`worker`'s process is gone, proven: nothing of it touches memory any more."""
@@ -124,8 +147,11 @@ class RankCore:
 
     # ---- the engine's verbs --------------------------------------------------------------------------
 
-    def begin_loads(self, directive: Directive, mark: int, now_ns: int) -> None:
-        """The blocks of this directive's loads may be written once the mark word reaches `mark`."""
+    def begin_loads(self, directive: Directive, mark: int | None, now_ns: int, hold: int = 0) -> None:
+        """The blocks of this directive's loads may be written once the mark word reaches `mark`.
+
+        `mark` None: there is no mark, so nothing is begun. `hold` > 0: nothing is sent before `release` of it.
+        """
         for ticket, blocks in directive.failed_loads:
             if self._is_new(ticket):
                 self._end_load(ticket, LoadEnd(ticket, False, blocks, Outcome.NOT_PLANNED))
@@ -133,30 +159,52 @@ class RankCore:
         for ticket, blocks in directive.loads:
             if not self._is_new(ticket):
                 continue
-            if self.worker:
+            if self.worker and mark is not None:
                 self._loads[ticket] = _Load(blocks, self.worker, now_ns + self._load_timeout_ns)
                 begun.append(ticket)
             else:
                 self._end_load(ticket, LoadEnd(ticket, False, blocks, Outcome.NOT_BEGUN))
         self.counters.loads += len(begun)
-        self._begin(begun, mark)
+        self._begin(begun, mark, hold)
         self._cancel(directive.cancels)
 
-    def begin_stores(self, directive: Directive, mark: int) -> None:
-        """The blocks of this directive's stores may be read once the mark word reaches `mark`."""
+    def begin_stores(self, directive: Directive, mark: int | None, hold: int = 0) -> None:
+        """The blocks of this directive's stores may be read once the mark word reaches `mark`. As `begin_loads`."""
         revoked = set(directive.revokes)
         begun = []
         for ticket in directive.stores:
             if ticket in self._stores or ticket in revoked:
                 continue
-            if self.worker:
+            if self.worker and mark is not None:
                 self._stores[ticket] = self.worker
                 begun.append(ticket)
             else:
                 self.counters.stores_dropped += 1
                 self._store_ends.append(ticket)
         self.counters.stores += len(begun)
-        self._begin(begun, mark)
+        self._begin(begun, mark, hold)
+
+    @property
+    def has_held(self) -> bool:
+        """Whether a begin waits for the device."""
+        return bool(self._held)
+
+    def release(self, hold: int) -> None:
+        """The device is past `hold`: begins that waited for it, or for less, go out."""
+        while self._held and self._held[0].hold <= hold:
+            begin = self._held.popleft()
+            awaited = [ticket for ticket in begin.tickets if ticket in self._loads or ticket in self._stores]
+            self._begin(awaited, begin.mark, 0)
+
+    def withdraw(self, tickets: Iterable[int]) -> None:
+        """The blocks of these stores will be overwritten: those that no worker has heard of are not begun."""
+        if not self._held:
+            return
+        given_up = set(tickets) & self._stores.keys()
+        for begin in self._held:
+            for ticket in [ticket for ticket in begin.tickets if ticket in given_up]:
+                begin.tickets.remove(ticket)
+                self._drop_store(ticket)
 
     def tick(self, now_ns: int) -> None:
         """Cancel, once, what passed its deadline; it stays open until its worker's word or proven death."""
@@ -199,7 +247,12 @@ class RankCore:
             del self._seen[next(iter(self._seen))]
         return True
 
-    def _begin(self, tickets: Sequence[int], mark: int) -> None:
+    def _begin(self, tickets: Sequence[int], mark: int | None, hold: int) -> None:
+        if mark is None or not tickets:
+            return
+        if hold:
+            self._held.append(_Held(hold, list(tickets), mark))
+            return
         for at in range(0, len(tickets), limits.MAX_JOBS):
             self._out.append(Begin(mark, pack_u64(tickets[at : at + limits.MAX_JOBS])))
 
@@ -224,6 +277,12 @@ class RankCore:
     def _end_store(self, ticket: int) -> None:
         del self._stores[ticket]
         self._store_ends.append(ticket)
+
+    def _drop_store(self, ticket: int) -> None:
+        """It was counted as begun, and never told to a worker."""
+        self.counters.stores -= 1
+        self.counters.stores_dropped += 1
+        self._end_store(ticket)
 
 
 def _load_end(

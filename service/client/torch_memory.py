@@ -33,14 +33,15 @@ def export_cpu(
     format: str = "",
     null_block: bool = False,
     replicas: int = 1,
+    block_bytes: int = 0,
     probe_with: Sequence[torch.Tensor] | None = None,
 ) -> KVMemory:
     """The KV memory of one rank's CPU tensors, shared in place.
 
     views: layer name -> tensor, strides as they are; `block_dim` counts blocks.  format: dtype and head
-    layout in words; the dtype is added.  probe_with: the tensors that the attention layers themselves use,
-    if they are other objects than `views`: a first attachment proves through them that the sharing reached
-    the layers. Call it before anybody has taken a raw pointer into the tensors.
+    layout in words; the dtype is added.  block_bytes: as for `from_views`.  probe_with: the tensors that the
+    attention layers themselves use, if they are other objects than `views`: a first attachment proves through
+    them that the sharing reached the layers. Call it before anybody has taken a raw pointer into the tensors.
     Errors: ConfigError with both numbers if memory or /dev/shm cannot hold the KV.
     """
     if not views:
@@ -84,6 +85,7 @@ def export_cpu(
         format=f"{format}|{dtypes}",
         null_block=null_block,
         replicas=replicas,
+        block_bytes=block_bytes,
         probing=lambda: _probe(probed, starts, [handle.nbytes for handle in handles]),
         keep=tuple(storages.values()),
     )

@@ -206,3 +206,70 @@ def test_detach_is_said_to_a_worker_only() -> None:
     core.attach(7)
     core.detach()
     assert isinstance(core.outgoing()[0], Detach)
+
+
+# ---- begins that wait for the device ----------------------------------------------------------------------
+
+
+def test_a_held_begin_is_sent_when_the_device_is_past_it_and_not_before() -> None:
+    """Case 1: no copy may read before the engine's last write, whoever orders it."""
+    core = attached()
+    core.begin_loads(ONE_LOAD, 0, 0, hold=1)
+    core.begin_stores(Directive(1, stores=(5,)), 0, hold=2)
+    assert core.outgoing() == [] and core.has_held
+    core.release(1)
+    (begin,) = core.outgoing()
+    assert isinstance(begin, Begin) and numbers_of(begin.tickets) == [1] and begin.mark == 0
+    core.release(2)
+    (begin,) = core.outgoing()
+    assert isinstance(begin, Begin) and numbers_of(begin.tickets) == [5]
+    assert not core.has_held and core.counters.stores == 1
+
+
+def test_a_held_store_is_withdrawn_when_its_blocks_go_and_nobody_is_told() -> None:
+    """Case 4: a store that was never begun reads nothing."""
+    core = attached()
+    core.begin_stores(Directive(1, stores=(5, 6)), 0, hold=1)
+    core.withdraw([5, 99])
+    assert core.poll().stores == (5,)
+    core.release(1)
+    (begin,) = core.outgoing()
+    assert isinstance(begin, Begin) and numbers_of(begin.tickets) == [6]
+    assert (core.counters.stores, core.counters.stores_dropped) == (1, 1)
+    core.withdraw([6])
+    assert core.poll().stores == (), "a worker may read it: only its word ends it"
+
+
+def test_held_begins_end_at_once_when_their_worker_goes() -> None:
+    """Nothing was sent, so nothing can write: no proof of death is needed."""
+    core = attached()
+    core.begin_loads(ONE_LOAD, 0, 0, hold=1)
+    core.begin_stores(Directive(1, stores=(5,)), 0, hold=2)
+    core.lost()
+    report = core.poll()
+    assert report.loads == (LoadEnd(1, False, (10, 11), Outcome.NOT_BEGUN),) and report.stores == (5,)
+    core.attach(8)
+    core.release(2)
+    assert core.outgoing() == [] and core.awaited_workers() == set()
+
+
+def test_a_held_load_past_its_deadline_is_cancelled_and_not_begun_later() -> None:
+    core = attached()
+    core.begin_loads(ONE_LOAD, 0, 0, hold=1)
+    core.tick(5 * S)
+    (cancel,) = core.outgoing()
+    assert isinstance(cancel, CancelTickets) and core.poll().loads == ()
+    core.on_message(words((1, Outcome.CANCELLED, ())), 7)
+    assert core.poll().loads == (LoadEnd(1, False, (10, 11), Outcome.CANCELLED),)
+    core.release(1)
+    assert core.outgoing() == []
+
+
+def test_without_a_mark_loads_fail_at_once_and_stores_are_dropped() -> None:
+    """A device in trouble: what cannot be ordered is not copied."""
+    core = attached()
+    core.begin_loads(ONE_LOAD, None, 0)
+    core.begin_stores(Directive(1, stores=(5,)), None)
+    report = core.poll()
+    assert report.loads == (LoadEnd(1, False, (10, 11), Outcome.NOT_BEGUN),) and report.stores == (5,)
+    assert core.outgoing() == [] and core.counters.stores_dropped == 1

@@ -70,12 +70,17 @@ class Worker:
         assert isinstance(message, kind), message
         return message
 
+    def has_news(self) -> bool:
+        """Whether the rank has said more."""
+        return bool(self.inbox or select.select([self.sock], [], [], 0)[0])
+
     def say(self, message: Any) -> None:
         self.sock.sendall(frame(message))
 
     def register(self, number: int = 7, *, with_pidfd: bool = True) -> RankRegister:
         """Take the registration and serve the rank."""
         asked: RankRegister = self.read(RankRegister)
+        self.asked = asked
         verdict = RankRegistered(worker=number, boot=1, pid=self.process.pid, mark_mode="word", slots=8)
         if with_pidfd:
             pidfd = os.pidfd_open(self.process.pid)
