@@ -261,7 +261,12 @@ class Worker:
 
     def _look_around(self) -> None:
         """Take what daemon and supervisor said. Stopped if there is nothing to wait for any more."""
-        if any(event.get("event") == "stop" for event in self._control.receive()) or self._control.ended:
+        for event in self._control.receive():
+            if event.get("event") == "stop":
+                raise Stopped
+            if event.get("event") == "ping":
+                self._control.send({"event": "pong"})
+        if self._control.ended:
             raise Stopped
         for word in self._daemon.receive():
             match word:

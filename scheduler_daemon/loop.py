@@ -204,6 +204,8 @@ class Daemon:
                         self._events([WorkersListed(tuple(WorkerId(w["worker"]) for w in self._workers))], now)
                 case "drain":
                     self._events([DrainBegun(int(event["budget_ms"]) * 1_000_000)], now)
+                case "ping":
+                    self._control.send({"event": "pong"})
                 case "stop":
                     self._stopping = True
                 case other:

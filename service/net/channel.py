@@ -1,7 +1,10 @@
 """The control channel between the supervisor and one child: small maps over a socket pair, never bytes of KV.
 
-    supervisor ──{"event": "stop" | "reaped" | "workers"}──▶ child
-    child ──{"event": "ready" | "taken" | "kill"}──▶ supervisor
+    supervisor ──{"event": "workers" | "reaped" | "drain" | "ping" | "stop"}──▶ child
+    child ──{"event": "ready" | "taken" | "kill" | "drained" | "pong"}──▶ supervisor
+
+`ping` is answered by `pong` from the place where the child waits for work, so that an answer means that it does;
+a worker that serves a rank is not asked. docs/protocol.md lists all of them.
 
 A SOCK_SEQPACKET pair keeps packets whole and in order, and its end is the kernel's word that the other
 side is gone: a child that reads it exits, so nothing outlives a killed supervisor. Nothing here blocks; what

@@ -54,6 +54,30 @@ class KillWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """A child has read that it was asked for a sign of life."""
+
+    child: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What the kernel says of the thread that owes an answer: a child's first, which reads its control channel."""
+
+    state: str  # one letter, as in /proc/<pid>/stat
+    cpu_ticks: int  # that it has used
+    page_ins: int  # faults that had to wait for a disk
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The look at a child that `Look` asked for; None if there was nothing to be seen."""
+
+    child: int
+    vitals: Vitals | None
+
+
+@dataclass(frozen=True, slots=True)
 class AtRest:
     """The daemon admits nothing any more and nothing is in flight."""
 
@@ -73,7 +97,7 @@ class TimePassed:
     """Look at the bounds."""
 
 
-Event: TypeAlias = Begin | Spawned | Ready | Taken | Exited | KillWanted | AtRest | Stop | TimePassed
+Event: TypeAlias = Begin | Spawned | Ready | Taken | Exited | KillWanted | Answered | Seen | AtRest | Stop | TimePassed
 
 # ---- actions ---------------------------------------------------------------------------------------
 
@@ -99,6 +123,13 @@ class Tell:
 
     child: int
     message: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Read what the kernel says of a child and give it back as `Seen`, at once."""
+
+    child: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,4 +169,4 @@ class Finish:
     keep: bool = True  # the pool, if anything is in it
 
 
-Action: TypeAlias = SpawnDaemon | SpawnWorker | Tell | Terminate | Kill | TellReady | Note | Finish
+Action: TypeAlias = SpawnDaemon | SpawnWorker | Tell | Look | Terminate | Kill | TellReady | Note | Finish

@@ -16,6 +16,9 @@ Rules
 - The daemon's death ends nobody else: another one is started and told first of all who lives; the workers find
   it by themselves, and what the pool holds is served again.
 - A stop is a drain first: nothing new is admitted, loads end, stores have a budget. Then all are told to end.
+- Each second is a beat: who can answer is asked for a sign of life, who owes one is looked at (`pulse.py`). A hung
+  child is killed, and then it is one that died: for a hung daemon another one starts, warm. A supervisor whose
+  beat comes late stood still itself, or waits for a CPU like all others: it counts anew.
 - A child that dies before the first ready line would die again: give up at once. Later, more than
   `restarts` deaths of daemon or spares within `window_ns` give up. A taken worker's death is not counted:
   one engine's trouble must not end the sidecar of its neighbours; instead the next spare of that rank waits.
@@ -24,11 +27,11 @@ Rules
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from kvferry.supervise.api import (
     Action,
+    Answered,
     AtRest,
     Begin,
     Event,
@@ -36,8 +39,10 @@ from kvferry.supervise.api import (
     Finish,
     Kill,
     KillWanted,
+    Look,
     Note,
     Ready,
+    Seen,
     SpawnDaemon,
     Spawned,
     SpawnWorker,
@@ -47,68 +52,10 @@ from kvferry.supervise.api import (
     TellReady,
     Terminate,
     TimePassed,
+    Vitals,
 )
-
-# ---- state -----------------------------------------------------------------------------------------
-
-
-class Phase(Enum):
-    """Where the sidecar is."""
-
-    IDLE = "idle"
-    STARTING = "starting"
-    SERVING = "serving"
-    RESTARTING = "restarting"  # the daemon is lost, another one is on its way; the workers stay
-    DRAINING = "draining"
-    STOPPING = "stopping"
-    OVER = "over"
-
-
-_ALIVE = (Phase.STARTING, Phase.SERVING, Phase.RESTARTING)
-
-
-class Life(Enum):
-    """Where one child is. The daemon is starting, then ready; a worker may be taken after that."""
-
-    STARTING = "starting"
-    SPARE = "spare"  # ready; for the daemon too
-    TAKEN = "taken"
-
-
-@dataclass(slots=True)
-class Child:
-    """One living process."""
-
-    id: int
-    rank: int  # -1: the daemon
-    pid: int = 0
-    life: Life = Life.STARTING
-    engine: str = ""
-    kill_why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """The bounds. Times are nanoseconds."""
-
-    tp_size: int
-    restarts: int = 5
-    window_ns: int = 30_000_000_000
-    drain_ns: int = 3_000_000_000  # from the wish to stop to the stop itself, at most
-    store_budget_ms: int = 2_000  # of that, what running stores are given
-    term_ns: int = 2_000_000_000  # from stop to SIGTERM; workers drain for at most one second
-    kill_ns: int = 4_000_000_000  # from stop to SIGKILL
-    leave_ns: int = 9_000_000_000  # from stop to leaving an unkillable child behind
-    backoff_ns: int = 1_000_000_000  # wait for the next spare after a taken worker's hard death
-
-
-@dataclass(slots=True)
-class _Ending:
-    """How far an end of children has got."""
-
-    since: int
-    terminated: bool = False
-    killed: bool = False
+from kvferry.supervise.pulse import STOPPED, TICKS_A_SECOND
+from kvferry.supervise.state import ALIVE, Child, Ending, Life, Phase, Rules, how_ended, name_of
 
 
 @dataclass(slots=True)
@@ -123,8 +70,9 @@ class Supervisor:
     workers_died: int = 0  # workers that ended by a signal or an error
     _served: bool = False  # the first ready line is out
     _failures: deque[int] = field(default_factory=deque)
-    _ending: _Ending | None = None
+    _ending: Ending | None = None
     _spare_at: dict[int, int] = field(default_factory=dict)  # rank -> when its next spare may start
+    _beat_at: int = 0
     _drained_by: int = 0  # when DRAINING is over
     _keep: bool = True
     _code: int = 0
@@ -150,6 +98,12 @@ class Supervisor:
                 return self._exited(child, status, now_ns)
             case KillWanted(worker, why):
                 return self._kill_wanted(worker, why)
+            case Answered(child):
+                if child in self.children:
+                    self.children[child].pulse.answer()
+                return []
+            case Seen(child, vitals):
+                return self._seen(child, vitals)
             case AtRest(child):
                 return self._at_rest(child, now_ns)
             case Stop(why, keep):
@@ -159,7 +113,7 @@ class Supervisor:
 
     def next_due_ns(self) -> int | None:
         """When TimePassed has something to do."""
-        due = list(self._spare_at.values()) if self.phase in _ALIVE else []
+        due = [*self._spare_at.values(), self._beat_at] if self.phase in ALIVE else []
         if self.phase is Phase.DRAINING:
             due.append(self._drained_by)
         if self._ending:
@@ -174,15 +128,17 @@ class Supervisor:
         if self.phase is not Phase.IDLE:
             return []
         self.phase = Phase.STARTING
+        self._beat_at = now_ns + self.rules.beat_ns
         daemon = self._new_child(-1)
         # The daemon first: it is told who lived before it, and that is nobody. Workers wait for it by themselves.
         return [SpawnDaemon(daemon), *self._spawn_spares(now_ns)]
 
     def _ready(self, child: int, now_ns: int) -> list[Action]:
         one = self.children.get(child)
-        if one is None or one.life is not Life.STARTING or self.phase not in _ALIVE:
+        if one is None or one.life is not Life.STARTING or self.phase not in ALIVE:
             return []
         one.life = Life.SPARE
+        one.pulse.forget()
         actions = self._tell_workers()
         if self.phase is not Phase.SERVING and self._complete():
             self.phase = Phase.SERVING
@@ -199,11 +155,12 @@ class Supervisor:
         if one is None or one.rank < 0 or one.life is Life.TAKEN:
             return []
         one.life, one.engine = Life.TAKEN, engine
+        one.pulse.answer()
         return self._spawn_spares(now_ns) + self._tell_workers()
 
     def _spawn_spares(self, now_ns: int) -> list[Action]:
         """Start a worker for each rank that has none on its way or ready."""
-        if self.phase not in _ALIVE or self._daemon() is None:
+        if self.phase not in ALIVE or self._daemon() is None:
             return []
         actions: list[Action] = []
         covered = {c.rank for c in self.children.values() if c.life is not Life.TAKEN}
@@ -220,7 +177,7 @@ class Supervisor:
         one = self.children.pop(child, None)
         if one is None:
             return []
-        name = "daemon" if one.rank < 0 else f"rank {one.rank} worker {child:016x}"
+        name, how = name_of(one), how_ended(status, one.kill_why)
         if self.phase is Phase.STOPPING:
             return self._ended()
         if one.rank >= 0 and status != 0:
@@ -228,33 +185,29 @@ class Supervisor:
         if self.phase is Phase.DRAINING:
             return self._reaped(one) if one.rank >= 0 else self._end_all(now_ns)
         if not self._served:
-            return [
-                *self._reaped(one),
-                *self._stop(1, f"{name} {_how(status)} before kvferry was ready; its own lines above say why", now_ns),
-            ]
+            why = f"{name} {how} before kvferry was ready; its own lines above say why"
+            return [*self._reaped(one), *self._stop(1, why, now_ns)]
         if one.rank < 0:
-            return self._daemon_died(status, now_ns)
+            return self._daemon_died(how, now_ns)
         actions = self._reaped(one)
         if one.life is Life.TAKEN:
             if status != 0:
                 served = f", which served engine {one.engine!r}," if one.engine else ""
-                actions.append(
-                    Note(f"{name}{served} {_how(status, one.kill_why)}; the rank attaches again to the spare")
-                )
+                actions.append(Note(f"{name}{served} {how}; the rank attaches again to the spare"))
                 self._spare_at[one.rank] = now_ns + self.rules.backoff_ns
         else:
-            actions.append(Note(f"{name}, a spare, {_how(status)}; starting another"))
+            actions.append(Note(f"{name}, a spare, {how}; starting another"))
             if self._too_many(now_ns):
-                return actions + self._give_up(name, status, now_ns)
+                return actions + self._give_up(name, how, now_ns)
         return actions + self._spawn_spares(now_ns) + self._tell_workers()
 
-    def _daemon_died(self, status: int, now_ns: int) -> list[Action]:
+    def _daemon_died(self, how: str, now_ns: int) -> list[Action]:
         self.restarts += 1
         if self._too_many(now_ns):
-            return self._give_up("daemon", status, now_ns)
+            return self._give_up("daemon", how, now_ns)
         self.phase = Phase.RESTARTING
         return [
-            Note(f"daemon {_how(status)}; another one starts, the workers and what the pool holds stay"),
+            Note(f"daemon {how}; another one starts, the workers and what the pool holds stay"),
             SpawnDaemon(self._new_child(-1)),
         ]
 
@@ -264,9 +217,9 @@ class Supervisor:
             self._failures.popleft()
         return len(self._failures) > self.rules.restarts
 
-    def _give_up(self, name: str, status: int, now_ns: int) -> list[Action]:
+    def _give_up(self, name: str, how: str, now_ns: int) -> list[Action]:
         window = self.rules.window_ns // 1_000_000_000
-        why = f"giving up: {len(self._failures)} children died within {window} s, the last: {name} {_how(status)}"
+        why = f"giving up: {len(self._failures)} children died within {window} s, the last: {name} {how}"
         return self._stop(1, why, now_ns)
 
     def _kill_wanted(self, worker: int, why: str) -> list[Action]:
@@ -274,10 +227,45 @@ class Supervisor:
         if one is None or one.rank < 0:
             # Reaped before the wish came: the daemon waits for exactly this word.
             return self._tell_daemon({"event": "reaped", "worker": worker})
+        return self._kill(one, why or "the daemon wanted it")
+
+    def _kill(self, one: Child, why: str) -> list[Action]:
         if one.kill_why:
             return []
-        one.kill_why = why or "the daemon wanted it"
-        return [Note(f"killing rank {one.rank} worker {worker:016x}: {one.kill_why}"), Kill(worker)]
+        one.kill_why = why
+        return [Note(f"killing {name_of(one)}: {why}"), Kill(one.id)]
+
+    # ---- signs of life -------------------------------------------------------------------------------
+
+    def _beat(self, now_ns: int) -> list[Action]:
+        """Ask who can answer, look at who owes an answer; a late beat counts nothing of what was before it."""
+        if now_ns < self._beat_at:
+            return []
+        is_late = now_ns > self._beat_at + self.rules.late_ns
+        self._beat_at = now_ns + self.rules.beat_ns
+        actions: list[Action] = []
+        for one in self.children.values():
+            if not one.pid or one.kill_why:
+                continue
+            if is_late:
+                one.pulse.forget()
+            if one.life is not Life.TAKEN and one.pulse.ask():
+                actions.append(Tell(one.id, {"event": "ping"}))
+            actions.append(Look(one.id))
+        return actions
+
+    def _seen(self, child: int, vitals: Vitals | None) -> list[Action]:
+        one, rules = self.children.get(child), self.rules
+        if one is None or self.phase not in ALIVE:
+            return []
+        if one.life is Life.TAKEN:
+            why = one.pulse.see_stopped(vitals, rules.looks_serving)
+        else:
+            # No slow disk stops a process.
+            may_be_slow = one.life is Life.STARTING and (vitals is None or vitals.state != STOPPED)
+            looks = rules.looks_starting if may_be_slow else rules.looks
+            why = one.pulse.see(vitals, looks, rules.spin_s * TICKS_A_SECOND)
+        return self._kill(one, why) if why else []
 
     # ---- ending --------------------------------------------------------------------------------------
 
@@ -308,7 +296,7 @@ class Supervisor:
 
     def _end_all(self, now_ns: int) -> list[Action]:
         self.phase = Phase.STOPPING
-        self._ending = _Ending(now_ns)
+        self._ending = Ending(now_ns)
         tell: list[Action] = [Tell(child, {"event": "stop"}) for child in self.children]
         # A worker that still starts would read this only when all is imported, and holds nothing to put away.
         new = [child.id for child in self.workers() if child.life is Life.STARTING]
@@ -327,7 +315,7 @@ class Supervisor:
         if e is None:
             if self.phase is Phase.DRAINING and now_ns >= self._drained_by:
                 return self._end_all(now_ns)
-            return self._spawn_spares(now_ns)
+            return self._spawn_spares(now_ns) + self._beat(now_ns) if self.phase in ALIVE else []
         if not e.terminated and now_ns >= e.since + r.term_ns:
             e.terminated = True
             return [Terminate(child) for child in self.children]
@@ -370,8 +358,3 @@ class Supervisor:
         child = self.new_id()
         self.children[child] = Child(child, rank)
         return child
-
-
-def _how(status: int, why: str = "") -> str:
-    told = f" ({why})" if why else ""
-    return f"ended by signal {-status}{told}" if status < 0 else f"exited with code {status}{told}"

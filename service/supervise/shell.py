@@ -8,6 +8,7 @@ the settings is found before anything is made. The pool and its table outlive us
 """
 
 import logging
+import math
 import os
 import selectors
 import signal
@@ -24,9 +25,10 @@ from kvferry.net.paths import RunDir
 from kvferry.process import name_process
 from kvferry.proto.limits import PAGE_BYTES
 from kvferry.settings import Settings
-from kvferry.supervise import kept, memory, rundir, sweep
+from kvferry.supervise import kept, memory, rundir, sweep, vitals
 from kvferry.supervise.api import (
     Action,
+    Answered,
     AtRest,
     Begin,
     Event,
@@ -34,8 +36,10 @@ from kvferry.supervise.api import (
     Finish,
     Kill,
     KillWanted,
+    Look,
     Note,
     Ready,
+    Seen,
     SpawnDaemon,
     Spawned,
     SpawnWorker,
@@ -47,9 +51,10 @@ from kvferry.supervise.api import (
     TimePassed,
 )
 from kvferry.supervise.children import Process
-from kvferry.supervise.core import Phase, Rules, Supervisor
+from kvferry.supervise.core import Supervisor
 from kvferry.supervise.progress import Progress
 from kvferry.supervise.rundir import SERVING
+from kvferry.supervise.state import LOOKS, Phase, Rules
 from kvferry.units import format_bytes
 
 log = logging.getLogger("kvferry.up")
@@ -116,7 +121,9 @@ class Sidecar:
         self._settings = settings
         self._run_dir: RunDir = settings.directory()
         self._make_pool = make_pool
-        self._core = Supervisor(Rules(tp_size=settings.tp_size, restarts=settings.restarts), new_id=_random_id)
+        looks_serving = LOOKS + math.ceil(settings.kill_grace)
+        rules = Rules(settings.tp_size, restarts=settings.restarts, looks_serving=looks_serving)
+        self._core = Supervisor(rules, new_id=_random_id)
         self._processes: dict[int, Process] = {}
         self._listeners: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
@@ -226,6 +233,8 @@ class Sidecar:
                     self._do(Taken(child, str(said.get("engine", ""))))
                 case "drained":
                     self._do(AtRest(child))
+                case "pong":
+                    self._do(Answered(child))
                 case "kill":
                     self._do(KillWanted(int(said["worker"]), str(said.get("why", ""))))
                 case other:
@@ -258,6 +267,9 @@ class Sidecar:
             case Tell(child, message):
                 if child in self._processes:
                     self._processes[child].tell(message)
+            case Look(child):
+                if child in self._processes:
+                    self._do(Seen(child, vitals.look(self._processes[child].pid)))
             case Terminate(child):
                 self._processes[child].signal(signal.SIGTERM)
             case Kill(child):

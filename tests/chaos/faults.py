@@ -151,7 +151,7 @@ KINDS = (
     Kind("worker SIGKILL", 3, kill_worker, deaths=1),
     Kind("worker SIGSTOP", 3, stop_worker, deaths=1),
     Kind("daemon SIGKILL", 3, kill_daemon, is_return=True, deaths=1),
-    Kind("daemon SIGSTOP", 2, stop_daemon),
+    Kind("daemon SIGSTOP", 2, stop_daemon, deaths=1),
     Kind("supervisor SIGSTOP", 1, stop_supervisor),
     Kind("supervisor SIGSTOP, worker SIGKILL", 1, stop_supervisor_kill_worker, deaths=1),
     Kind("supervisor SIGKILL, up", 2, kill_supervisor, is_return=True),

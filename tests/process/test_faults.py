@@ -140,3 +140,31 @@ def test_an_engine_that_starts_before_its_sidecar_runs_on_misses_and_attaches_by
             assert sidecar.status()["links"]["client"] == 1
         until(lambda: not attached(engine), 10, "the sidecar's end was noticed")
         assert engine.hits("last", keys_of("x", 3)) == 0
+
+
+@pytest.mark.parametrize("victim", ["daemon", "spare"])
+def test_a_stopped_daemon_or_spare_is_noticed_killed_and_replaced_and_the_workers_stay(victim: str) -> None:
+    """Cases 48 and 53: a process that hangs without dying; nobody goes on by himself here."""
+    with Sidecar() as sidecar, TinyEngine(sidecar) as engine:
+        assert engine.client.wait_attached(30)
+        round_trip(engine, "first")
+        serving = [rank.worker_pid for rank in engine.ranks]
+        until(lambda: len(sidecar.children()) == 5, what="the next spares")
+        [stopped] = [sidecar.daemon()] if victim == "daemon" else set(sidecar.workers(1)) - set(serving)
+        os.kill(stopped, signal.SIGSTOP)
+        began = time.monotonic()
+        if victim == "spare":
+            os.kill(engine.ranks[1].worker_pid, signal.SIGKILL)  # its rank now knocks where nobody opens
+        until(lambda: not alive(stopped), 30, "the stopped one is killed")
+        noticed = time.monotonic() - began
+        until(lambda: attached(engine) and stopped not in sidecar.children(), 60, "attached again")
+        assert engine.hits("after", keys_of("first", 3)) == 3
+        print(f"{victim}: killed after {noticed:.2f} s, hits again after {time.monotonic() - began:.2f} s")
+        # Asked within a second, and then five looks, a second apart.
+        assert noticed > 4.5
+        assert any("it does nothing (state T)" in line for line in sidecar.lines)
+        assert engine.ranks[0].worker_pid == serving[0]
+        if victim == "daemon":
+            assert engine.ranks[1].worker_pid == serving[1]
+            assert sidecar.status()["daemon_restarts"] == 1
+        round_trip(engine, "second")

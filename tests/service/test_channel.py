@@ -1,6 +1,8 @@
 """The control channel: packets whole and in order, never a wait, and an end that is seen."""
 
 import os
+import re
+from pathlib import Path
 
 from kvferry.net.channel import Channel
 
@@ -60,3 +62,18 @@ def test_a_childs_end_is_not_handed_on_to_its_own_children() -> None:
     assert not os.get_inheritable(fd)
     child.close()
     ours.close()
+
+
+def test_the_page_lists_every_event_of_the_channel() -> None:
+    """Each word that any side says or takes, and no other."""
+    root = Path(__file__).parents[2]
+    rooms = [root / "service" / "supervise", root / "scheduler_daemon", root / "gpu_worker"]
+    said = {
+        word
+        for room in rooms
+        for path in room.glob("*.py")
+        for word in re.findall(r'"event": "(\w+)"', path.read_text())
+    }
+    page = (root / "docs" / "architecture.md").read_text()
+    table = page[page.index("### The control channel") : page.index("### Words")]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == said
