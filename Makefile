@@ -5,7 +5,7 @@ BIN := .venv/bin
 VLLM := .venv-vllm/bin
 PIP := install --quiet --disable-pip-version-check
 
-.PHONY: help setup check format test demo demo-vllm test-vllm chaos faults up voyage voyages bench-vllm clean
+.PHONY: help setup check format test demo demo-vllm test-vllm test-docker chaos faults up voyage voyages bench-vllm clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*## */\t/' | expand -t 14
@@ -54,6 +54,9 @@ demo-vllm: .venv-vllm/ready ## the same with a real vLLM on CPU
 
 test-vllm: .venv-vllm/ready ## tests with a real vLLM on CPU
 	@$(VLLM)/python -m pytest -m vllm $(or $(VLLM_TESTS),tests/vllm tests/chaos)
+
+test-docker: .venv-vllm/ready ## images, and the compose stack with a real vLLM on CPU (needs a Docker engine, or root to start one)
+	@$(VLLM)/python -m pytest -m docker -s tests/docker
 
 chaos: .venv-vllm/ready ## ten minutes of a real vLLM under load while everything is killed and stopped at random
 	@$(VLLM)/python -m tests.chaos --minutes 10
