@@ -22,8 +22,11 @@ LAST_WORD_NS: Final = 10_000_000_000
 # on a machine with few cores that starves the very copies they wait for. So a rank sleeps in such a step until
 # its worker speaks. A request that arrives meanwhile waits as long, so it is short.
 IDLE_WAIT_S: Final = 0.005
-# The same while the sidecar's answer to a lookup is all there is to wait for: a rank cannot see it come.
+# The same while the sidecar's answer to a lookup, or another rank's load, is all there is to wait for: a rank
+# cannot see it come. One rank that spins is enough to starve the copy that the other one waits for.
 IDLE_SLEEP_S: Final = 0.002
+# What takes long is slept through in longer pieces, an eighth of the time waited so far, up to this.
+IDLE_MOST_S: Final = 0.020
 
 
 class RankClientLike(Protocol):
@@ -56,6 +59,7 @@ class RankHalf:
         self._times: dict[str, LoadTimes] = {}
         self._broken_ns: int | None = None
         self._is_idle_step = self._is_waiting_step = False
+        self._idle_since_ns: int | None = None  # start of the present row of idle steps
 
     @property
     def is_idle(self) -> bool:
@@ -74,6 +78,10 @@ class RankHalf:
         self._is_idle_step = work.is_idle
         self._is_waiting_step = work.is_idle and work.is_waiting
         now = self._now_ns()
+        if not work.is_idle:
+            self._idle_since_ns = None
+        elif self._idle_since_ns is None:
+            self._idle_since_ns = now
         for ticket, blocks in (*work.directive.loads, *work.directive.failed_loads):
             self._loading[ticket] = _Loading(work.names[ticket], blocks, now)
         if not work.directive:
@@ -93,14 +101,14 @@ class RankHalf:
         if self._client is not None and self._loading:
             self._hear(self._client.poll())
             if self._is_idle_step and not self._finished:
-                self._client.wait(IDLE_WAIT_S)
+                self._client.wait(self._pause_s(IDLE_WAIT_S))
                 self._hear(self._client.poll())
             if self._broken_ns is not None and self._now_ns() > self._broken_ns + LAST_WORD_NS:
                 self._client.close()
                 self._fail_all()
         elif self._client is not None:
             if self._is_waiting_step:
-                time.sleep(IDLE_SLEEP_S)
+                time.sleep(self._pause_s(IDLE_SLEEP_S))
             self._client.poll()  # words on stores; nobody waits for them
         finished, self._finished = self._finished, set()
         return finished
@@ -135,6 +143,10 @@ class RankHalf:
                 self._failed_blocks.update(end.failed_blocks or loading.blocks)
             self._finished.add(loading.name)
             self._times[loading.name] = LoadTimes(end.wait_us, end.copy_us, (now - loading.since_ns) // 1000)
+
+    def _pause_s(self, least: float) -> float:
+        waited_s = (self._now_ns() - self._idle_since_ns) / 1e9 if self._idle_since_ns is not None else 0.0
+        return min(max(waited_s / 8, least), IDLE_MOST_S)
 
     def _fail(self, name: str, blocks: tuple[int, ...]) -> None:
         self._finished.add(name)

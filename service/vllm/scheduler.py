@@ -387,4 +387,4 @@ class SchedulerHalf:
                     self._trace.told(load.name)
         failed, self._failed = self._failed, {}
         is_waiting, self._is_waiting = self._is_waiting, False
-        return StepWork(directive, names, failed, is_idle, is_waiting)
+        return StepWork(directive, names, failed, is_idle, is_waiting or bool(self._loading))

@@ -8,7 +8,7 @@ from fake_sidecar import FakeClient, FakeRankClient, FakeSidecar
 from kvferry.client.types import Directive, Hits, JobEnd, LoadEnd, RankReport
 from kvferry.proto.outcome import Kind, Next, Outcome, Reason
 from kvferry.vllm.guard import guarded
-from kvferry.vllm.rank import IDLE_WAIT_S, LAST_WORD_NS, RankHalf
+from kvferry.vllm.rank import IDLE_MOST_S, IDLE_WAIT_S, LAST_WORD_NS, RankHalf
 from kvferry.vllm.scheduler import PIN_NS, SchedulerHalf
 from kvferry.vllm.work import LoadTimes, RankWords, StepWork
 
@@ -403,6 +403,41 @@ def test_a_rank_sleeps_only_in_steps_that_compute_nothing() -> None:
     half.begin_loads(StepWork(Directive(3), is_idle=True))
     assert half.finished() == {"a"}
     assert len(waits) == 1
+
+
+def test_a_rank_whose_load_is_over_sleeps_on_while_another_ranks_is_not() -> None:
+    """It would spin between empty steps otherwise, and starve the copy that the other rank waits for."""
+    lab, request = Lab(), Asked("a", 9)
+    lab.hold(2)
+    lab.half.arrived(request)
+    found, _ = lab.half.matched(request, 0)
+    assert found > 0
+    lab.tables["a"] = [3, 4, 5]
+    lab.half.allocated(request, lab.tables["a"], found)
+    lab.step()
+    between = lab.step()
+    assert (between.is_idle, between.is_waiting) == (True, True)
+    lab.half.heard({"a"}, (), {})
+    assert not lab.step().is_waiting
+
+
+def test_the_longer_it_takes_the_longer_a_rank_sleeps_and_never_longer_than_a_frame() -> None:
+    client = Ranks()
+    waits: list[float] = []
+    client.wait = waits.append  # type: ignore[method-assign]
+    clock = iter(range(0, 10**12, 16 * 10**6))  # each look at the clock comes 16 ms after the one before
+    half = RankHalf(client, lambda: next(clock))
+    half.begin_loads(work((1, "a", (5,))))
+    for step in range(2, 12):
+        half.begin_loads(StepWork(Directive(step), is_idle=True))
+        half.finished()
+    assert waits[0] == IDLE_WAIT_S
+    assert waits == sorted(waits)
+    assert waits[-1] == IDLE_MOST_S
+    half.begin_loads(work((2, "b", (6,))))
+    half.begin_loads(StepWork(Directive(12), is_idle=True))
+    half.finished()
+    assert waits[-1] == IDLE_WAIT_S, "a step that computes begins a new row"
 
 
 def test_a_step_says_whether_it_is_idle_and_whether_it_waits_for_an_answer() -> None:
