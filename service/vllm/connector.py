@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvferry")
 NO_WORK = StepWork(Directive(0))
+BLOCK_OUTERMOST = "BLHNC"  # blocks, layers, heads, states, content
 START_WAIT_S = 2.0  # of an engine's start, which takes far longer
 
 
@@ -158,6 +159,16 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """No: a store that is dropped is a miss later, and no output is thrown away for it."""
         return False
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """None: any layout is taken. Where the user opted in, vLLM's name of the one with whole blocks."""
+        try:
+            options = Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+            return _block_outermost() if options.layout == "block" else None
+        except Exception as error:  # no engine fails to start for a wish
+            logger.warning("kvferry: the KV layout cannot be asked for: %s", error)
+            return None
+
     # ---- the scheduler's hooks -----------------------------------------------------------------------
 
     @guarded(lambda self: None)
@@ -205,10 +216,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         received = connector_output.finished_recving or ()
         invalid = connector_output.invalid_block_ids or ()
+        said = connector_output.kv_connector_worker_meta
+        words = said.words if isinstance(said, KvferryWorkerMetadata) else None
+        if words is not None:
+            self._scheduler.holding(words.is_holding)
         if received or invalid:
-            worker_meta = connector_output.kv_connector_worker_meta
-            is_ours = isinstance(worker_meta, KvferryWorkerMetadata)
-            self._scheduler.heard(received, invalid, worker_meta.words.times if is_ours else {})
+            self._scheduler.heard(received, invalid, words.times if words is not None else {})
 
     @guarded(lambda self: (False, None))
     def request_finished_all_groups(
@@ -318,6 +331,20 @@ def _rank() -> int:
 
     tensor = get_tp_group()
     return int(get_pp_group().rank_in_group * tensor.world_size + tensor.rank_in_group)
+
+
+def _block_outermost() -> str | None:
+    """What vLLM calls the layout in which a block of all layers is one piece; None if this one has none."""
+    try:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+    except ImportError:
+        names: tuple[str, ...] = ()
+    else:
+        names = tuple(layout.name for layout in KVCacheLayout)
+    if BLOCK_OUTERMOST in names:
+        return BLOCK_OUTERMOST
+    logger.warning("kvferry: this vLLM has no layout %s; kvferry.layout is left out", BLOCK_OUTERMOST)
+    return None
 
 
 def _note(text: str) -> None:

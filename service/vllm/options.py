@@ -4,6 +4,8 @@
     kvferry.salt         text that keeps this engine's blocks apart from others'
     kvferry.store        "all" (default) or "prompt": whether generated tokens' blocks are stored too
     kvferry.patience_ms  how long a request waits for a late answer before it is computed (default 20)
+    kvferry.layout       "engine" (default): whatever layout vLLM chooses; "block": ask vLLM to lay each block out
+                         in one piece, which a GPU copies faster (not every attention backend reads it right)
     kvferry.trace        file that gets one JSON line for each load: where its time went
 
 A model or a setup that cannot be served yet runs with caching off; the reason is one line for the log.
@@ -14,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 STORES: Final = ("all", "prompt")
-NAMES: Final = ("run_dir", "salt", "store", "patience_ms", "trace")
+LAYOUTS: Final = ("engine", "block")
+NAMES: Final = ("run_dir", "salt", "store", "patience_ms", "layout", "trace")
 PATIENCE_MS: Final = 20.0
 
 
@@ -26,6 +29,7 @@ class Options:
     salt: bytes = b""
     store: str = "all"
     patience_s: float = PATIENCE_MS / 1e3
+    layout: str = "engine"
     trace: str | None = None
     complaints: tuple[str, ...] = ()
 
@@ -38,10 +42,8 @@ class Options:
             for name in given
             if name not in NAMES
         ]
-        store = str(given.get("store", "all"))
-        if store not in STORES:
-            complaints.append(f"kvferry.store is {store!r}; it may be {' or '.join(map(repr, STORES))}: taking 'all'")
-            store = "all"
+        store = _choice("store", given, STORES, complaints)
+        layout = _choice("layout", given, LAYOUTS, complaints)
         try:
             patience_ms = float(given.get("patience_ms", PATIENCE_MS))
             if not 0 <= patience_ms <= 60_000:
@@ -56,9 +58,19 @@ class Options:
             salt=str(given.get("salt", "")).encode(),
             store=store,
             patience_s=patience_ms / 1e3,
+            layout=layout,
             trace=str(given["trace"]) if given.get("trace") else None,
             complaints=tuple(complaints),
         )
+
+
+def _choice(name: str, given: Mapping[str, Any], allowed: tuple[str, ...], complaints: list[str]) -> str:
+    """One of a few words, the first if none or another was given."""
+    word = str(given.get(name, allowed[0]))
+    if word in allowed:
+        return word
+    complaints.append(f"kvferry.{name} is {word!r}; it may be {' or '.join(map(repr, allowed))}: taking {allowed[0]!r}")
+    return allowed[0]
 
 
 def why_off(vllm_config: Any, kv_cache_config: Any) -> str | None:

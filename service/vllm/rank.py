@@ -39,6 +39,9 @@ class RankClientLike(Protocol):
     def poll(self) -> RankReport: ...
     def close(self) -> None: ...
 
+    @property
+    def holding(self) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
@@ -58,7 +61,7 @@ class RankHalf:
         self._failed_blocks: set[int] = set()
         self._times: dict[str, LoadTimes] = {}
         self._broken_ns: int | None = None
-        self._is_idle_step = self._is_waiting_step = False
+        self._is_idle_step = self._is_waiting_step = self._was_holding = False
         self._idle_since_ns: int | None = None  # start of the present row of idle steps
 
     @property
@@ -119,9 +122,11 @@ class RankHalf:
         return failed
 
     def words(self) -> RankWords | None:
-        """How long the loads took that ended since the last call."""
+        """How long the loads took that ended since the last call; whether begins are held back, or no more."""
         times, self._times = self._times, {}
-        return RankWords(times) if times else None
+        is_holding = self._client is not None and self._client.holding
+        was_holding, self._was_holding = self._was_holding, is_holding
+        return RankWords(times, is_holding) if times or is_holding or was_holding else None
 
     def switch_off(self) -> None:
         """Something went wrong in here. Loads that run keep their words; they get a last deadline."""

@@ -30,6 +30,11 @@ PIN_NS: Final = 100_000_000
 MAX_PINS: Final = 256  # blocks
 # A store that was refused is tried again when the request fills its next block, this often.
 MAX_RETRIES: Final = 3
+# An idle engine steps on this long for ranks that hold begins back until their device is past them: longer than
+# any forward, and an end if a device hangs.
+HOLDING_NS: Final = 1_000_000_000
+# The block that vLLM hands to nobody: padding of block tables.
+NULL_BLOCK: Final = 0
 
 
 class ClientLike(Protocol):
@@ -126,6 +131,7 @@ class SchedulerHalf:
         self._failed: dict[str, tuple[int, ...]] = {}  # loads without a ticket
         self._load_blocks: list[int] = []  # given out for loads in this step; needed without a sensor only
         self._is_waiting = False  # for a lookup's answer, in this step
+        self._holding_since_ns: int | None = None
         self.is_off = False
 
     # ---- setting up and down -------------------------------------------------------------------------
@@ -232,6 +238,8 @@ class SchedulerHalf:
         else:
             given = [*new_blocks, *self._load_blocks]
         self._load_blocks = []
+        if scheduled:
+            self._holding_since_ns = None  # what ranks hold back now is of this step, or older and soon sent
         if given:
             self._client.written(given)
         if not self.is_off and self._client.attached:
@@ -270,6 +278,13 @@ class SchedulerHalf:
             self._client.load_ended(ended.ticket, not ended.invalid)
             self._trace.received(name, times.get(name, LoadTimes()), ok=not ended.invalid)
 
+    def holding(self, is_holding: bool) -> None:
+        """A rank holds begins back, in the steps so far, or none does any more."""
+        if not is_holding:
+            self._holding_since_ns = None
+        elif self._holding_since_ns is None:
+            self._holding_since_ns = self._now_ns()
+
     def reset(self) -> None:
         """Weights may have changed: a fresh namespace, and nothing computed so far is stored there."""
         self._client.rotate(self._new_salt())
@@ -278,10 +293,11 @@ class SchedulerHalf:
             live.is_stale = live.request.num_computed_tokens > 0
 
     def wants_steps(self) -> bool:
-        """Whether an idle engine should step on: only while a tail's blocks are pinned, which is short."""
+        """Whether an idle engine should step on: while a tail's blocks are pinned or a begin is held, both short."""
         if self._pins:
             self._take_ends()
-        return bool(self._pins)
+        since = self._holding_since_ns
+        return bool(self._pins) or (since is not None and self._now_ns() < since + HOLDING_NS)
 
     # ---- deeds ---------------------------------------------------------------------------------------
 
@@ -327,9 +343,12 @@ class SchedulerHalf:
     def _store(self, live: _Live, full: int, block_ids: Sequence[int]) -> int:
         request, first = live.request, live.next_store
         full = min(full, len(request.block_hashes), len(block_ids))
-        if full <= first:
-            return 0
         blocks = list(block_ids[first:full])
+        if NULL_BLOCK in blocks:  # a hole in the table: what lies behind it is no chain any more
+            full = first + blocks.index(NULL_BLOCK)
+            blocks = blocks[: full - first]
+        if not blocks:
+            return 0
         ticket = self._client.store(request.request_id, request.block_hashes[first:full], blocks)
         if ticket:
             live.next_store = full

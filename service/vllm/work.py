@@ -34,13 +34,18 @@ class LoadTimes:
 
 @dataclass(frozen=True, slots=True)
 class RankWords:
-    """What a rank adds to a step's output: how long its ended loads took."""
+    """What a rank adds to a step's output: how long its ended loads took, and whether it waits for its device.
+
+    A rank that is holding begins sends them in a later step, be it an empty one.
+    """
 
     times: dict[str, LoadTimes] = field(default_factory=dict)
+    is_holding: bool = False
 
     def aggregate(self, other: "RankWords") -> "RankWords":
         """The words of two ranks as one."""
-        return RankWords(_slowest((*self.times.items(), *other.times.items())))
+        times = _slowest((*self.times.items(), *other.times.items()))
+        return RankWords(times, self.is_holding or other.is_holding)
 
 
 def _slowest(items: Iterable[tuple[str, LoadTimes]]) -> dict[str, LoadTimes]:

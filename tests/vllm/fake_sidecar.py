@@ -199,6 +199,7 @@ class FakeRankClient:
     def __init__(self, shared: FakeSidecar, rank: int) -> None:
         self.shared, self.rank = shared, rank
         self.closed = False
+        self.holding = False
 
     def revoke(self, directive: Directive) -> None:
         for ticket in directive.revokes:

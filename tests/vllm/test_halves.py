@@ -9,7 +9,7 @@ from kvferry.client.types import Directive, Hits, JobEnd, LoadEnd, RankReport
 from kvferry.proto.outcome import Kind, Next, Outcome, Reason
 from kvferry.vllm.guard import guarded
 from kvferry.vllm.rank import IDLE_MOST_S, IDLE_WAIT_S, LAST_WORD_NS, RankHalf
-from kvferry.vllm.scheduler import PIN_NS, SchedulerHalf
+from kvferry.vllm.scheduler import HOLDING_NS, PIN_NS, SchedulerHalf
 from kvferry.vllm.work import LoadTimes, RankWords, StepWork
 
 BLOCK = 4
@@ -258,6 +258,38 @@ def test_a_request_that_never_ran_ends_without_blocks() -> None:
     assert lab.step().directive.stores == ()
 
 
+def test_the_null_block_is_never_stored_nor_what_lies_behind_it() -> None:
+    """Case 71: vLLM pads tables with block 0, whose bytes are nobody's."""
+    lab, request = Lab(), Asked("a", 12)
+    lab.half.arrived(request)
+    lab.tables["a"] = [3, 0, 5]
+    assert lab.stored(lab.step((request, 12))) == [(3,)]
+    other = Asked("b", 8)
+    lab.half.arrived(other)
+    lab.tables["b"] = [0, 4]
+    assert lab.stored(lab.step((other, 8))) == []
+
+
+def test_an_idle_engine_steps_on_while_a_rank_holds_begins_back_and_no_longer_than_a_bound() -> None:
+    """Case 17: a GPU that cannot write marks is asked again in a later step, which must then come."""
+    lab, request = Lab(), Asked("a", 4)
+    assert not lab.half.wants_steps()
+    lab.half.holding(True)
+    assert lab.half.wants_steps()
+    lab.half.holding(False)
+    assert not lab.half.wants_steps()
+    lab.half.holding(True)
+    lab.now = HOLDING_NS // 2
+    lab.half.holding(True)
+    lab.now = HOLDING_NS
+    assert not lab.half.wants_steps(), "the device hangs: an idle engine does not spin for it"
+    lab.half.arrived(request)
+    lab.tables["a"] = [3]
+    lab.step((request, 4))
+    lab.half.holding(True)
+    assert lab.half.wants_steps(), "a step that computes begins a new bound"
+
+
 def test_a_refused_store_is_tried_again_with_the_next_block() -> None:
     """Case 60."""
     lab, request = Lab(), Asked("a", 8)
@@ -364,6 +396,21 @@ def test_a_rank_that_failed_itself_gives_its_loads_a_last_deadline() -> None:
 def test_the_times_of_two_ranks_are_the_slower_ones() -> None:
     one, two = RankWords({"a": LoadTimes(1, 9, 10)}), RankWords({"a": LoadTimes(5, 2, 11), "b": LoadTimes(1, 1, 1)})
     assert one.aggregate(two).times == {"a": LoadTimes(5, 9, 11), "b": LoadTimes(1, 1, 1)}
+
+
+def test_a_rank_says_while_it_holds_begins_back_and_once_that_it_does_no_more() -> None:
+    client = Ranks()
+    half = RankHalf(client)
+    assert half.words() is None
+    client.holding = True
+    for _ in range(2):
+        said = half.words()
+        assert said is not None and said.is_holding
+    client.holding = False
+    said = half.words()
+    assert said is not None and not said.is_holding
+    assert half.words() is None
+    assert RankWords(is_holding=True).aggregate(RankWords()).is_holding, "one rank of many is enough"
 
 
 def test_no_exception_gets_out_of_a_guarded_method() -> None:

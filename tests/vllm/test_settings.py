@@ -49,9 +49,12 @@ def facts(**over: Any) -> dict[str, str]:
 def test_options_are_read_and_wrong_ones_are_complained_of() -> None:
     options = Options.read({"kvferry.run_dir": "/r", "kvferry.salt": "s", "kvferry.store": "prompt", "other": 1})
     assert (options.run_dir, options.salt, options.store, options.complaints) == ("/r", b"s", "prompt", ())
-    wrong = Options.read({"kvferry.stor": "all", "kvferry.store": "some", "kvferry.patience_ms": "long"})
-    assert (wrong.store, wrong.patience_s) == ("all", 0.02)
-    assert len(wrong.complaints) == 3
+    assert (options.layout, Options.read({"kvferry.layout": "block"}).layout) == ("engine", "block")
+    wrong = Options.read(
+        {"kvferry.stor": "all", "kvferry.store": "some", "kvferry.patience_ms": "long", "kvferry.layout": "BLHNC"}
+    )
+    assert (wrong.store, wrong.patience_s, wrong.layout) == ("all", 0.02, "engine")
+    assert len(wrong.complaints) == 4
     assert "kvferry.stor" in wrong.complaints[0] and "kvferry.store" in wrong.complaints[0]
     assert Options.read(None) == Options()
 
