@@ -30,12 +30,16 @@ SOURCES: Final = ("index-url", "extra-index-url", "find-links", "trusted-host", 
 def base_image(docker: Docker, folder: Path) -> Iterator[None]:
     """`NAME` is there, and its pip works within builds that use the host's network."""
     with ExitStack() as stack:
-        if not docker("image", "inspect", "--format", "{{.Id}}", NAME, check=False).startswith("sha256:"):
-            if not docker.own:
-                docker("pull", NAME, timeout_s=600)
-            else:
-                _import(docker, folder, _pip_settings(stack))
+        # An engine of our own knows no image and reaches no registry; another one may.
+        if not docker.own and not _is_there(docker):
+            docker("pull", "--quiet", NAME, timeout_s=600, check=False)
+        if not _is_there(docker):
+            _import(docker, folder, _pip_settings(stack))
         yield
+
+
+def _is_there(docker: Docker) -> bool:
+    return docker("image", "inspect", "--format", "{{.Id}}", NAME, check=False).startswith("sha256:")
 
 
 def _import(docker: Docker, folder: Path, settings: dict[str, str]) -> None:
