@@ -10,7 +10,7 @@ device to the same behaviour.
 """
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from kvferry.gpu_worker.api import U64
 from kvferry.proto.errors import KvferryError
@@ -108,11 +108,25 @@ class Done:
     done_ns: int
 
 
+def check_limits(plan: CopyPlan) -> None:
+    """PlanError if a plan is empty, lopsided, or more than a device takes at once."""
+    count = len(plan.size)
+    if not 1 <= count <= MAX_DESCRIPTORS or not count == len(plan.src) == len(plan.dst):
+        raise PlanError("plan.lengths", f"{len(plan.src)}, {len(plan.dst)} and {count} of src, dst and size")
+    if not plan.size.all():
+        raise PlanError("plan.size", "a descriptor of no bytes")
+    if count > 1 and plan.nbytes > MAX_PLAN_BYTES:
+        raise PlanError("plan.size", f"{plan.nbytes} bytes in one plan; the limit is {MAX_PLAN_BYTES}")
+
+
 class Device(Protocol):
     """One per worker process."""
 
     @property
     def caps(self) -> Caps: ...
+
+    def describe(self) -> dict[str, Any]:
+        """What `kvferry status` shows of it: plain JSON types, `kind` among them."""
 
     def attach(self, handle: Handle, fd: int | None) -> Mapping:
         """Map the engine's memory; `fd` stays the caller's. HandleError | DeviceLost."""
@@ -136,7 +150,7 @@ class Device(Protocol):
         """Plans of this direction that may be submitted now."""
 
     def completions(self) -> list[Done]:
-        """Plans that ended since the last call, in the order of submission within a direction."""
+        """Plans that ended since the last call, in the order of submission within a direction. DeviceLost."""
 
     def fileno(self) -> int:
         """Readable when `completions` would give something."""

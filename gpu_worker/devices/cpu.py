@@ -27,9 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.gpu_worker.devices.base import (
-    MAX_DESCRIPTORS,
     MAX_IN_FLIGHT,
-    MAX_PLAN_BYTES,
     Caps,
     CopyPlan,
     Done,
@@ -38,6 +36,7 @@ from kvferry.gpu_worker.devices.base import (
     Mapping,
     PlanError,
     WouldBlock,
+    check_limits,
 )
 from kvferry.gpu_worker.devices.pieces import Piece, chunks_of, pieces_of
 from kvferry.gpu_worker.memory import prefault
@@ -109,6 +108,9 @@ class CpuDevice:
     @property
     def caps(self) -> Caps:
         return Caps(kind="cpu", name="host memory", handle_kinds=("shm_fd",))
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "cpu"}
 
     # ---- memory --------------------------------------------------------------------------------
 
@@ -215,13 +217,7 @@ class CpuDevice:
         os.close(self._eventfd)
 
     def _check(self, plan: CopyPlan) -> None:
-        count = len(plan.size)
-        if not 1 <= count <= MAX_DESCRIPTORS or not count == len(plan.src) == len(plan.dst):
-            raise PlanError("plan.lengths", f"{len(plan.src)}, {len(plan.dst)} and {count} of src, dst and size")
-        if not plan.size.all():
-            raise PlanError("plan.size", "a descriptor of no bytes")
-        if count > 1 and plan.nbytes > MAX_PLAN_BYTES:
-            raise PlanError("plan.size", f"{plan.nbytes} bytes in one plan; the limit is {MAX_PLAN_BYTES}")
+        check_limits(plan)
         bases = np.array([buffer.base for buffer in self._buffers], dtype=np.uint64)
         ends = np.array([buffer.base + buffer.nbytes for buffer in self._buffers], dtype=np.uint64)
         for addresses in (plan.src, plan.dst):

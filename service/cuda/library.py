@@ -18,7 +18,9 @@ INVALID_VALUE: Final = 1
 OUT_OF_MEMORY: Final = 2
 NO_DEVICE: Final = 100
 INVALID_CONTEXT: Final = 201
+INVALID_HANDLE: Final = 400
 NOT_READY: Final = 600
+NOT_SUPPORTED: Final = 801
 # cuda.h says of these that the process must end before CUDA can be used again; and of a driver that has shut
 # down, a GPU that fell off the bus or has bad memory, and a failure nobody can name, it is as good as said.
 STICKY: Final = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999})

@@ -5,14 +5,18 @@ import mmap
 import os
 import select
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvferry.gpu_worker.devices.base import CopyPlan, Device, Done
 from kvferry.gpu_worker.devices.cpu import CpuDevice, Knobs
+from kvferry.gpu_worker.devices.cuda import CudaDevice
 from kvferry.proto.layout import Handle
 from kvferry.proto.outcome import Kind
+from tests.cuda.exporter import Exporter
+from tests.cuda.stubs import Stub, build
 
 PATIENCE_S = 10.0
 
@@ -20,29 +24,40 @@ PATIENCE_S = 10.0
 class EngineMemory:
     """Memory as an engine exports it, and the engine's own view of it."""
 
-    def __init__(self, handle: Handle, fd: int, view: np.ndarray) -> None:
+    def __init__(self, handle: Handle, fd: int | None, view: np.ndarray, object_bytes: int) -> None:
         self.handle, self.fd, self.view = handle, fd, view
+        self.object_bytes = object_bytes  # of the whole object that the handle names a part of
+
+    def part(self, offset: int, nbytes: int) -> Handle:
+        """A handle of other bytes of the same object; they need not be there."""
+        return self.handle.model_copy(update={"base_offset": self.handle.base_offset + offset, "nbytes": nbytes})
 
 
-class CpuLab:
-    """The CPU device, engines in memfds."""
+class Lab:
+    """What all labs have. `device` is on the bench; the rest uses its protocol alone."""
 
-    can_stall = True
+    device: Device
 
     def __init__(self) -> None:
-        self.knobs = Knobs()
-        self.device: Device = CpuDevice(self.knobs)
         self._cleanup = contextlib.ExitStack()
         self._kept: list[np.ndarray] = []  # mapped until all copies have drained
-        self._cleanup.callback(self.device.close)
 
     def engine(self, nbytes: int, base_offset: int = 0, fill: int | None = None) -> EngineMemory:
-        fd = os.memfd_create("engine")
-        self._cleanup.callback(os.close, fd)
-        os.posix_fallocate(fd, 0, base_offset + nbytes)
-        view = np.frombuffer(mmap.mmap(fd, base_offset + nbytes), dtype=np.uint8)[base_offset:]
-        view[:] = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8) if fill is None else fill
-        return EngineMemory(Handle(kind="shm_fd", nbytes=nbytes, base_offset=base_offset), fd, view)
+        """Memory of an engine, of random bytes or of one."""
+        made = self._export(nbytes, base_offset)
+        made.view[:] = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8) if fill is None else fill
+        return made
+
+    def _export(self, nbytes: int, base_offset: int) -> EngineMemory:
+        raise NotImplementedError
+
+    def stall(self) -> None:
+        """From now on nothing is copied ..."""
+        raise NotImplementedError
+
+    def go(self) -> None:
+        """... until now."""
+        raise NotImplementedError
 
     def host(self, nbytes: int) -> np.ndarray:
         """Registered host memory, all zeros."""
@@ -50,16 +65,6 @@ class CpuLab:
         self.device.register_host(address(array), nbytes)
         self._kept.append(array)
         return array
-
-    def stall(self) -> None:
-        """From now on nothing is copied ..."""
-        self.knobs.going.clear()
-
-    def go(self) -> None:
-        """... until now."""
-        self.knobs.going.set()
-
-    # What follows uses the protocol alone.
 
     def completions(self, count: int) -> list[Done]:
         """Wait until so many plans have ended."""
@@ -86,12 +91,84 @@ class CpuLab:
         self._cleanup.close()
 
 
-LABS = {"cpu": CpuLab}  # a CUDA lab joins here, where there is a GPU
+class CpuLab(Lab):
+    """The CPU device, engines in memfds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.knobs = Knobs()
+        self.device = CpuDevice(self.knobs)
+        self._cleanup.callback(self.device.close)
+
+    def _export(self, nbytes: int, base_offset: int) -> EngineMemory:
+        fd = os.memfd_create("engine")
+        self._cleanup.callback(os.close, fd)
+        whole = base_offset + nbytes
+        os.posix_fallocate(fd, 0, whole)
+        view = np.frombuffer(mmap.mmap(fd, whole), dtype=np.uint8)[base_offset:]
+        return EngineMemory(Handle(kind="shm_fd", nbytes=nbytes, base_offset=base_offset), fd, view, whole)
+
+    def stall(self) -> None:
+        self.knobs.going.clear()
+
+    def go(self) -> None:
+        self.knobs.going.set()
 
 
-@pytest.fixture(params=sorted(LABS))
-def lab(request) -> Iterator[CpuLab]:
-    made = LABS[request.param]()
+class CudaLab(Lab):
+    """The CUDA device on the stub driver; engines in the memory of another process."""
+
+    def __init__(self, stub: Stub, exporter: Exporter, kind: str = "cuda_ipc", *how: str) -> None:
+        super().__init__()
+        self.stub, self.exporter, self.kind, self.how = stub, exporter, kind, how
+        stub.control(*how)
+        self.device = CudaDevice(library=stub.path, chunk_bytes=1 << 20)
+        self._cleanup.callback(self.device.close)
+
+    def _export(self, nbytes: int, base_offset: int) -> EngineMemory:
+        made = self.exporter.export(self.kind, nbytes, base_offset)
+        if made.fd >= 0:
+            self._cleanup.callback(os.close, made.fd)
+        return EngineMemory(made.handle, None if made.fd < 0 else made.fd, made.view, made.size)
+
+    def stall(self) -> None:
+        self.stub.control(*self.how, "copy hang")
+
+    def go(self) -> None:
+        self.stub.control(*self.how)
+
+    def close(self) -> None:
+        super().close()
+        self.stub.check()
+        assert self.stub.leaks() == ""
+        self.stub.close()
+
+
+# Each a kind of memory, or a driver or GPU that answers otherwise. With a GPU, `kvferry gpu-check` asks the same.
+CUDA_LABS = {
+    "cuda": ("cuda_ipc",),
+    "cuda-vmm": ("cuda_vmm_fd",),
+    "cuda-before-12.8": ("cuda_ipc", "driver 12040"),  # no batch call: copies one by one
+    "cuda-other-addresses": ("cuda_ipc", "attr 91 0"),  # the GPU has addresses of its own for the pool
+}
+
+
+@pytest.fixture(scope="session")
+def exporter() -> Iterator[Exporter]:
+    """An engine's process on the stub driver."""
+    made = Exporter(str(build() / "libcuda.so.1"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["cpu", *CUDA_LABS])
+def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
+    if request.param == "cpu":
+        made: Lab = CpuLab()
+    else:
+        build()  # or skip, before anything is started
+        stub, engines = Stub(tmp_path / "calls"), request.getfixturevalue("exporter")
+        made = CudaLab(stub, engines, *CUDA_LABS[request.param])
     yield made
     made.close()
 

@@ -1,5 +1,6 @@
 """What every device does, whatever it copies with. `lab` says which one is on the bench."""
 
+import json
 import os
 import select
 import threading
@@ -17,7 +18,7 @@ from kvferry.gpu_worker.devices.base import (
 )
 from kvferry.gpu_worker.layout import Planner
 from kvferry.gpu_worker.pool import PoolHeaders
-from kvferry.proto.layout import Handle, Layout
+from kvferry.proto.layout import Layout
 from kvferry.proto.limits import PAGE_BYTES
 from kvferry.proto.outcome import Kind
 from tests.contracts.conftest import PATIENCE_S, address, plan_of
@@ -41,36 +42,57 @@ def test_a_mapping_shows_the_engines_bytes_from_its_byte_0(lab, base_offset):
 
 def test_two_handles_of_one_object_are_two_mappings(lab):
     engine = lab.engine(8192)
-    halves = [Handle(kind="shm_fd", nbytes=4096, base_offset=at) for at in (0, 4096)]
-    mappings = [lab.device.attach(half, engine.fd) for half in halves]
+    mappings = [lab.device.attach(engine.part(at, 4096), engine.fd) for at in (0, 4096)]
     for mapping, at in zip(mappings, (0, 4096), strict=True):
         assert lab.device.read(mapping, 0, 8) == engine.view[at : at + 8].tobytes()
+    lab.device.detach(mappings[0])
+    assert lab.device.read(mappings[1], 0, 8) == engine.view[4096:4104].tobytes()
+
+
+def test_one_handle_attached_twice_is_there_until_it_is_detached_twice(lab):
+    engine = lab.engine(4096)
+    first, second = (lab.device.attach(engine.handle, engine.fd) for _ in range(2))
+    lab.device.detach(first)
+    assert lab.device.read(second, 0, 4096) == engine.view.tobytes()
 
 
 def test_the_descriptor_stays_the_callers(lab):
     engine = lab.engine(4096)
+    if engine.fd is None:
+        pytest.skip("this kind of handle has no descriptor")
     fd = os.dup(engine.fd)
     mapping = lab.device.attach(engine.handle, fd)
     os.close(fd)
     assert lab.device.read(mapping, 0, 4096) == engine.view.tobytes()
 
 
-def test_memory_that_cannot_be_mapped_is_refused_by_name(lab):
+def test_memory_that_is_shorter_than_its_handle_says_is_refused(lab):
     engine = lab.engine(4096)
-    cases = [
-        (Handle(kind="shm_fd", nbytes=8192), engine.fd, "handle.stale"),
-        (Handle(kind="shm_fd", nbytes=4096, base_offset=1), engine.fd, "handle.stale"),
-        (Handle(kind="shm_fd", nbytes=4096), None, "handle.stale"),
-        (Handle(kind="shm_fd", nbytes=4096), select.epoll().fileno(), "handle.stale"),
-        (Handle(kind="cuda_vmm_fd", nbytes=4096), engine.fd, "handle.kind"),
-        (Handle(kind="cuda_ipc", nbytes=4096, blob=b"x" * 64), None, "handle.kind"),
-    ]
-    for handle, fd, code in cases:
-        if code == "handle.kind" and handle.kind in lab.device.caps.handle_kinds:
-            continue
+    beyond = engine.object_bytes - engine.handle.base_offset
+    for handle in (engine.part(0, beyond + 1), engine.part(1, beyond), engine.part(beyond, 1)):
         with pytest.raises(HandleError) as caught:
-            lab.device.attach(handle, fd)
-        assert caught.value.code == code
+            lab.device.attach(handle, engine.fd)
+        assert caught.value.code == "handle.stale"
+        assert caught.value.fix
+
+
+def test_a_handle_without_its_descriptor_or_with_another_is_refused(lab):
+    engine = lab.engine(4096)
+    if engine.fd is None:
+        pytest.skip("this kind of handle has no descriptor")
+    with select.epoll() as other:
+        for fd in (None, other.fileno()):
+            with pytest.raises(HandleError) as caught:
+                lab.device.attach(engine.handle, fd)
+            assert caught.value.code == "handle.stale"
+
+
+def test_memory_of_another_kind_than_the_devices_is_refused(lab):
+    engine = lab.engine(4096)
+    for kind in {"shm_fd", "cuda_ipc", "cuda_vmm_fd"} - set(lab.device.caps.handle_kinds):
+        with pytest.raises(HandleError) as caught:
+            lab.device.attach(engine.handle.model_copy(update={"kind": kind}), engine.fd)
+        assert caught.value.code == "handle.kind"
 
 
 def test_detach_and_unregister_may_be_repeated(lab):
@@ -255,3 +277,10 @@ def test_a_long_copy_leaves_the_interpreter_to_others(lab):
 def test_close_may_be_repeated(lab):
     lab.device.close()
     lab.device.close()
+
+
+def test_it_says_what_it_is_in_plain_words(lab):
+    lab.host(1 << 20)
+    told = lab.device.describe()
+    assert told["kind"] == lab.device.caps.kind
+    assert json.loads(json.dumps(told)) == told

@@ -1,7 +1,6 @@
 """What the CPU device does beyond the contract: priorities, and the knobs that other tests turn."""
 
 import select
-import sys
 
 import numpy as np
 import pytest
@@ -68,8 +67,6 @@ def test_devices_are_opened_by_name_and_unknown_ones_refused_with_the_fix():
     device = open_device("cpu")
     assert device.caps.kind == "cpu" and not select.select([device.fileno()], [], [], 0)[0]
     device.close()
-    for name in ("cuda", "tpu"):
-        with pytest.raises(ConfigError) as caught:
-            open_device(name)
-        assert name in caught.value.text and "cpu" in caught.value.fix
-    assert "kvferry.gpu_worker.devices.cuda" not in sys.modules
+    with pytest.raises(ConfigError) as caught:
+        open_device("tpu")
+    assert "tpu" in caught.value.text and "cpu" in caught.value.fix

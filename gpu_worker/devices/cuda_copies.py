@@ -1,0 +1,145 @@
+"""One direction of copies: a stream, its events, and the thread that waits for them.
+
+    submit ─▶ cuMemcpyBatchAsync ─▶ cuEventRecord ─▶ queue ─▶ waiter: cuEventSynchronize ─▶ ended(batch, result)
+    (loop)    or cuMemcpyAsync n times                        (sleeps in the driver, the interpreter's lock free)
+
+The end of a batch is its event and nothing else. A call that fails may have queued a part of its batch: the
+batch is failed, and still only over when its event is. If an event cannot be recorded or waited for, nobody
+knows what the GPU still does, and the device is lost: this process's death is the proof then.
+
+The stream never waits for anything but its own copies, and is never the null stream, which waits for every other.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Final
+
+from kvferry.cuda.driver import CudaError, Driver
+from kvferry.cuda.library import NOT_SUPPORTED, SUCCESS
+from kvferry.cuda.structs import EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING, AccessOrder
+from kvferry.gpu_worker.api import U64
+from kvferry.gpu_worker.devices.base import MAX_DESCRIPTORS, MAX_IN_FLIGHT, DeviceLost
+from kvferry.proto.outcome import Kind
+
+log = logging.getLogger("kvferry.worker")
+
+# A store reads what the engine's stream wrote; its mark was seen before, so both orders would do. A load reads
+# host memory that nobody writes: the driver may read it as early as it likes.
+ORDERS: Final = {Kind.STORE: AccessOrder.STREAM, Kind.LOAD: AccessOrder.ANY}
+JOIN_S: Final = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One submitted plan, from its call to its event."""
+
+    token: int
+    nbytes: int
+    dst: U64  # these three are kept alive until its end
+    src: U64
+    size: U64
+    submitted_ns: int
+    error: str = ""
+    event: int = 0
+
+
+class Lane:
+    """Copies of one direction, in the order of their submission. `ended` is called by the waiter's thread."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        context: int,
+        kind: Kind,
+        ended: Callable[["Lane", Batch, int], None],
+        *,
+        use_batch: bool,
+        copy_flags: int = 0,
+    ) -> None:
+        self.kind = kind
+        self.use_batch = use_batch
+        self._driver = driver
+        self._context = context
+        self._ended = ended
+        self._copy_flags = copy_flags
+        self.stream = driver.stream_create()
+        self._all_events = [
+            driver.event_create(EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING) for _ in range(MAX_IN_FLIGHT)
+        ]
+        self._events = deque(self._all_events)
+        self._queue: SimpleQueue[Batch | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, name=f"wait-{kind.name.lower()}", daemon=True)
+        self._thread.start()
+
+    def submit(self, batch: Batch) -> None:
+        """Start a batch; the caller has made sure that there is room. DeviceLost."""
+        try:
+            for start in range(0, len(batch.size), MAX_DESCRIPTORS):
+                self._start(batch, slice(start, start + MAX_DESCRIPTORS))
+        except CudaError as error:
+            if error.is_sticky:
+                raise lost(error) from None
+            batch.error = error.text
+        batch.event = self._events.popleft()
+        try:
+            self._driver.event_record(batch.event, self.stream)
+        except CudaError as error:
+            raise lost(error) from None
+        self._queue.put(batch)
+
+    def close(self) -> bool:
+        """End the waiter, then its stream and events; False, and nothing is touched, if the waiter does not end."""
+        self._queue.put(None)
+        self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            return False
+        for event in self._all_events:
+            self._driver.event_destroy(event)
+        self._driver.stream_destroy(self.stream)
+        return True
+
+    def _start(self, batch: Batch, part: slice) -> None:
+        dst, src, size = batch.dst[part], batch.src[part], batch.size[part]
+        if self.use_batch:
+            try:
+                self._driver.copy_batch(
+                    _address(dst),
+                    _address(src),
+                    _address(size),
+                    len(size),
+                    ORDERS[self.kind],
+                    self._copy_flags,
+                    self.stream,
+                )
+            except CudaError as error:
+                if error.result != NOT_SUPPORTED:
+                    raise
+                log.warning("copies are queued one by one from here on: %s", error.text)
+                self.use_batch = False
+            else:
+                return
+        for to, start, nbytes in zip(dst.tolist(), src.tolist(), size.tolist(), strict=True):
+            self._driver.copy(to, start, nbytes, self.stream)
+
+    def _wait(self) -> None:
+        """The waiter's thread."""
+        result = self._driver.ask("cuCtxSetCurrent", self._context)
+        while (batch := self._queue.get()) is not None:
+            if result == SUCCESS:
+                result = self._driver.event_wait(batch.event)
+            if result == SUCCESS:
+                self._events.append(batch.event)
+            self._ended(self, batch, result)
+
+
+def lost(error: CudaError) -> DeviceLost:
+    """What a call that cannot be survived means."""
+    return DeviceLost("device.lost", f"the GPU context of this worker is of no use any more: {error.text}")
+
+
+def _address(column: U64) -> int:
+    return int(column.ctypes.data)

@@ -1,0 +1,101 @@
+"""Host memory shown to the GPU: pinned in chunks, whole or not at all, undone in reverse.
+
+    pin(pool)    chunk 0 ✓  chunk 1 ✓  chunk 2 ✗        one call of at most 1 GiB each
+                 chunk 1 ↩  chunk 0 ↩  CapacityError     rolled back: nothing stays pinned
+
+In chunks because one call holds locks of the driver that every GPU process of the machine waits for (a call of
+700 GB held them for twelve minutes), and because drivers refuse calls of 512 GiB. Of one size and not of whole
+slots: a spare has pinned the pool before an engine fixes the slots; `ranges.py` cuts copies where chunks meet.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvferry.cuda.driver import CudaError, Driver
+from kvferry.gpu_worker.devices.base import CapacityError, DeviceLost, HostRegion
+from kvferry.gpu_worker.devices.ranges import Stretch
+
+log = logging.getLogger("kvferry.worker")
+
+CHUNK_BYTES: Final = 1 << 30
+SLOW_S: Final = 2.0  # a longer pin tells how far it is, as often
+
+
+@dataclass(slots=True)
+class Pins:
+    """What this process has registered."""
+
+    driver: Driver
+    same_address: bool  # the GPU takes our addresses of it; else it has others
+    chunk_bytes: int = CHUNK_BYTES
+    seconds: float = 0.0  # spent in the driver's calls, of all that is pinned now or was
+    _chunks: dict[HostRegion, list[Stretch]] = field(default_factory=dict)
+
+    def pin(self, base: int, nbytes: int) -> HostRegion:
+        """Register [base, + nbytes). CapacityError, and nothing of it is; DeviceLost."""
+        region = HostRegion(base, nbytes)
+        if region in self._chunks:
+            return region
+        chunks: list[Stretch] = []
+        began = said = time.monotonic()
+        sizes = [min(self.chunk_bytes, nbytes - at) for at in range(0, nbytes, self.chunk_bytes)]
+        for number, size in enumerate(sizes):
+            start = base + number * self.chunk_bytes
+            try:
+                self.driver.host_register(start, size)
+                chunks.append(Stretch(start, size))
+                if not self.same_address:
+                    chunks[-1] = Stretch(start, size, self.driver.host_device_pointer(start) - start)
+            except CudaError as error:
+                self._release(chunks)
+                raise _refused(error, nbytes, number, len(sizes), size) from None
+            if time.monotonic() - said >= SLOW_S:
+                said = time.monotonic()
+                log.info("pinning the pool: %d of %d chunks in %.1f s", number + 1, len(sizes), said - began)
+        self.seconds += time.monotonic() - began
+        self._chunks[region] = chunks
+        return region
+
+    def unpin(self, region: HostRegion) -> None:
+        """Undo `pin`; idempotent."""
+        self._release(self._chunks.pop(region, []))
+
+    def close(self) -> None:
+        """Undo all, the last first."""
+        for region in reversed(list(self._chunks)):
+            self.unpin(region)
+
+    @property
+    def nbytes(self) -> int:
+        """Pinned now."""
+        return sum(region.nbytes for region in self._chunks)
+
+    @property
+    def num_chunks(self) -> int:
+        """Registrations now."""
+        return sum(map(len, self._chunks.values()))
+
+    def stretches(self) -> list[Stretch]:
+        """The chunks: a copy may not leave its own."""
+        return [chunk for chunks in self._chunks.values() for chunk in chunks]
+
+    def _release(self, chunks: list[Stretch]) -> None:
+        for chunk in reversed(chunks):
+            try:
+                self.driver.host_unregister(chunk.start)
+            except CudaError as error:
+                # The rest is still worth undoing; the process's end undoes this one.
+                log.warning("%d bytes stay pinned until this process ends: %s", chunk.nbytes, error)
+
+
+def _refused(error: CudaError, nbytes: int, number: int, count: int, size: int) -> CapacityError | DeviceLost:
+    if error.is_sticky:
+        return DeviceLost("device.lost", f"while the pool was pinned: {error.text}")
+    return CapacityError(
+        "device.pin",
+        f"the driver does not pin the pool of {nbytes} bytes: chunk {number + 1} of {count} ({size} bytes) was"
+        f" refused, those before it are released: {error.text}",
+        "less --host-memory, or more memory that may be locked: the container's memory limit, `ulimit -l`",
+    )
