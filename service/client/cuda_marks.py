@@ -73,7 +73,8 @@ class CudaMarks:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._is_registered = self._is_closed = False
         self._word = 0  # where the device sees the mark
-        self._number = 0  # the highest number that was given to a mark of the word
+        self._number = page.mark()  # the highest that was given to a mark of the word
+        self._queued = self._number  # the highest that the driver took: until it shows up, the page is in use
         self._home = 0
         self._free: list[int] = []
         self._waiting: deque[tuple[int, int]] = deque()  # hold, event; both rise
@@ -88,13 +89,10 @@ class CudaMarks:
         self._enter()
         stream = self._current_stream()
         if self.mode == "word":
-            if stream != self._home and self._page.mark() == self._number:
+            if stream != self._home and self._page.mark() == self._queued:
                 self._home = stream
             if stream == self._home:
-                # Counted first: a number that was given out is given to no other mark, whatever comes of the call.
-                self._number += 1
-                self._driver.write_value(stream, self._word, self._number)
-                return Mark(self._number)
+                return Mark(self._write(stream))
         event = self._free.pop() if self._free else self._driver.event_create(EVENT_DISABLE_TIMING)
         try:
             self._driver.event_record(event, stream)
@@ -120,13 +118,14 @@ class CudaMarks:
             return
         self._is_closed = True
         with contextlib.suppress(CudaError):  # a driver that is shutting down has forgotten all of it
+            self.passed()
             self._enter()
-            for event in [*self._free, *(event for _, event in self._waiting)]:
-                self._driver.event_destroy(event)
-            if self._is_registered and self._page.mark() == self._number:
+            while self._free:
+                self._driver.event_destroy(self._free.pop())
+            if self._is_registered and self._page.mark() == self._queued:
                 self._driver.host_unregister(self._address)
-                return
-        if self._is_registered:
+                self._is_registered = False
+        if self._is_registered or self._waiting:
             _left_behind.append(self)
 
     def _enter(self) -> None:
@@ -135,6 +134,13 @@ class CudaMarks:
             if self._driver.current_context() != self._context:
                 self._driver.use(self._context)
             self._thread = here
+
+    def _write(self, stream: int) -> int:
+        """Queue the next number; it. One that the driver refused is given to no other mark."""
+        self._number += 1
+        self._driver.write_value(stream, self._word, self._number)
+        self._queued = self._number
+        return self._number
 
     def _why_not_word(self, device: int, wanted: MarkMode | None, probe_s: float) -> str:
         """Register the page and see a write of the engine's stream arrive; what is against it, "" if nothing."""
@@ -147,12 +153,11 @@ class CudaMarks:
             self._is_registered = True
             self._word = self._driver.host_device_pointer(self._address) + MARK * 8
             self._home = self._current_stream()
-            self._number = self._page.mark() + 1
-            self._driver.write_value(self._home, self._word, self._number)
+            self._write(self._home)
         except CudaError as error:
             return str(error)
         until = time.monotonic() + probe_s
-        while self._page.mark() != self._number:
+        while self._page.mark() != self._queued:
             if time.monotonic() > until:
                 return f"a write of the device's stream was not seen within {probe_s:g} s"
             time.sleep(PROBE_LOOK_S)

@@ -257,9 +257,10 @@ def _probe(
 
     On the engine's own stream, behind what it has launched, and waited for. Only for an idle engine.
     """
-    stream = current_stream()
     probes: list[Probe] = []
     saved: dict[int, bytes] = {}
+    with _saying("the probes cannot be written"):
+        bridge = _Bridge(gpu.driver, current_stream())
     try:
         for tensor in tensors:
             start = tensor.data_ptr()
@@ -272,26 +273,38 @@ def _probe(
                     f"a layer's tensor lies at {start:#x}, outside the memory that was shared",
                     "share the tensors that the layers compute with",
                 )
-            nbytes = min(PROBE_BYTES, _first_run(tensor))
             with _saying("the probes cannot be written"):
-                before = ctypes.create_string_buffer(nbytes)
-                gpu.driver.copy(ctypes.addressof(before), start, nbytes, stream)
-                gpu.driver.stream_synchronize(stream)
-                saved[start] = before.raw
-                expect = secrets.token_bytes(nbytes)
-                _write(gpu.driver, start, expect, stream)
+                saved[start] = bridge.read(start, min(PROBE_BYTES, _first_run(tensor)))
+                expect = secrets.token_bytes(len(saved[start]))
+                bridge.write(start, expect)
             probes.append(Probe(handle=handle, offset=start - windows[handle].base, expect=expect))
         yield tuple(probes)
     finally:
         with _saying("the bytes under the probes cannot be restored"):
             for start, content in saved.items():
-                _write(gpu.driver, start, content, stream)
+                bridge.write(start, content)
+            bridge.close()
 
 
-def _write(driver: Driver, address: int, content: bytes, stream: int) -> None:
-    held = ctypes.create_string_buffer(content, len(content))
-    driver.copy(address, ctypes.addressof(held), len(content), stream)
-    driver.stream_synchronize(stream)
+class _Bridge:
+    """A few bytes of pinned memory, to look at the GPU's and to write there, on one stream and waited for."""
+
+    def __init__(self, driver: Driver, stream: int) -> None:
+        self._driver, self._stream = driver, stream
+        self._address = driver.host_allocate(PROBE_BYTES)
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        self._driver.copy(self._address, address, nbytes, self._stream)
+        self._driver.stream_synchronize(self._stream)
+        return ctypes.string_at(self._address, nbytes)
+
+    def write(self, address: int, content: bytes) -> None:
+        ctypes.memmove(self._address, content, len(content))
+        self._driver.copy(address, self._address, len(content), self._stream)
+        self._driver.stream_synchronize(self._stream)
+
+    def close(self) -> None:
+        self._driver.host_free(self._address)
 
 
 @contextlib.contextmanager
