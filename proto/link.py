@@ -6,7 +6,8 @@ One frame is `magic, major, kind, link id, seq, ack` (28 bytes) and a body. Data
 every frame acknowledges all data received in order. A receiver drops what comes ahead of a gap and asks again
 from the first number it lacks; a sender keeps what is not acknowledged, within a window, and repeats all of it
 when asked, its oldest part after each `RESEND_NS` without an acknowledgement. Whoever waits for an
-acknowledgement longer than `LOST_NS` gives the link up.
+acknowledgement longer than `LOST_NS` gives the link up. Waiting means looking: who was not there to look for
+longer than `STOOD_NS` (stopped, or starved) begins to wait anew, since the acknowledgement may have come meanwhile.
 
 Why not lean on ZeroMQ alone: it drops at its high-water mark, says nothing of it, and reconnects a
 socket to a new daemon behind our back. With numbers both are seen, and the simulator may be as unkind to
@@ -34,6 +35,7 @@ RESEND_NS: Final = 100_000_000
 # What a timer repeats at most (one frame at least): a peer that stands still must not find fifty windows.
 REPEAT_BYTES: Final = 1 << 20
 LOST_NS: Final = 5_000_000_000
+STOOD_NS: Final = 1_000_000_000
 
 
 class FrameKind(IntEnum):
@@ -94,6 +96,7 @@ class Link:
         self._unacked_bytes = 0
         self._waiting_since = 0  # when the oldest unacknowledged frame was first due
         self._resent_at = 0
+        self._looked_at = 0  # when time was last let pass
         self._received = 0
         self._ack_due = 0  # when a pure acknowledgement must go; 0: none is owed
         self._asked_for = 0  # last number a RESEND asked for
@@ -113,7 +116,7 @@ class Link:
             return False
         self._sent += 1
         if not self._unacked:
-            self._waiting_since = self._resent_at = now_ns
+            self._waiting_since = self._resent_at = self._looked_at = now_ns
         self._unacked.append((self._sent, body))
         self._unacked_bytes += len(body)
         self._out.append(self._frame(FrameKind.DATA, self._sent, body))
@@ -155,6 +158,9 @@ class Link:
         if self._ack_due and now_ns >= self._ack_due:
             self._out.append(self._frame(FrameKind.ACK, 0))
         if self._unacked:
+            stood_ns, self._looked_at = now_ns - self._looked_at, now_ns
+            if stood_ns > STOOD_NS:
+                self._waiting_since = now_ns
             if now_ns - self._waiting_since >= LOST_NS:
                 self.lost = True
                 self._out.clear()

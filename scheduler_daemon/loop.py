@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 
 import zmq
 
+from kvferry.net.awake import AwakeClock
 from kvferry.net.channel import Channel
 from kvferry.net.paths import RunDir
 from kvferry.proto import limits
@@ -48,6 +49,7 @@ log = logging.getLogger("kvferry.daemon")
 
 # One drain takes at most this many frames, so that a flood on one socket cannot keep the others waiting.
 FRAMES_A_DRAIN: Final = 4096
+FOR_EVER_NS: Final = 1 << 62  # a sleep without an end is slept as planned
 LOG_BAD_NS: Final = 1_000_000_000  # at most one log line about bad messages in this time
 
 
@@ -84,7 +86,11 @@ class Daemon:
         self._control = control
         self._table = table
         self._listed = False  # the supervisor has told who outlived the last daemon
-        self._now_ns = now_ns
+        self._raw_ns = now_ns
+        # What happened while this process stood still is not held against anybody.
+        self._now_ns = AwakeClock(now_ns)
+        self._slept_ns = 0
+        self._stood_ns = 0  # as the log has it
         self._started_ns = now_ns()
         self._workers: list[dict[str, Any]] = []  # as the supervisor last said
         self._deaths = {"daemon_restarts": 0, "workers_died": 0}
@@ -104,7 +110,7 @@ class Daemon:
             # A frame past the limit is refused by name; far past it, ZeroMQ cuts it off before it takes memory.
             self._router.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES * 2)
             self._router.bind(run_dir.daemon_endpoint)
-            self._tethers = Tethers(str(run_dir.tether))
+            self._tethers = Tethers(str(run_dir.tether), self._now_ns)
         finally:
             os.umask(old_umask)
         self._switchboard = Switchboard(self._tethers.has)
@@ -119,7 +125,7 @@ class Daemon:
         # Who lives is known before anybody can say anything: no slot may go to two workers.
         while not self._listed and not self._stopping:
             select.select([self._control], [], [])
-            self._take_control(self._now_ns())
+            self._take_control(self._now_ns(FOR_EVER_NS))
         self._control.send({"event": "ready"})
         while not self._stopping:
             self._wake(self._sleep())
@@ -134,7 +140,8 @@ class Daemon:
         """Wait for a frame, a tether, the supervisor or the next thing due; the descriptors that are readable."""
         now = self._now_ns()
         due = [self._core.next_due_ns(), self._switchboard.next_due_ns(), self._tethers.next_due_ns()]
-        soonest = min((at for at in due if at is not None), default=now + 1_000_000_000)
+        # Never a long plan: what is slept through beyond it counts for nothing.
+        soonest = min([now + 1_000_000_000, *(at for at in due if at is not None)])
         if self._control.pending:
             soonest = min(soonest, now + 20_000_000)
         fds = set(self._tethers.filenos())
@@ -144,11 +151,13 @@ class Daemon:
             self._poller.unregister(fd)
         self._polled = fds
         # Rounded up: a timeout of 0 for something due in 0.4 ms would spin.
-        ready = self._poller.poll(max(0, -(-(soonest - now) // 1_000_000)))
+        timeout_ms = max(0, -(-(soonest - now) // 1_000_000))
+        self._slept_ns = timeout_ms * 1_000_000
+        ready = self._poller.poll(timeout_ms)
         return {fd for fd, _ in ready if isinstance(fd, int)}
 
     def _wake(self, readable: set[int]) -> None:
-        now = self._now_ns()
+        now = self._now_ns(self._slept_ns)
         self._take_control(now)
         if self._tethers.fileno() in readable:
             self._tethers.accept(now)
@@ -166,6 +175,10 @@ class Daemon:
         self._control.flush()
         self._put_frames(now)
         self._log_bad(now)
+        stood_s = (self._now_ns.stood_ns - self._stood_ns) / 1e9
+        if stood_s > 1:
+            self._stood_ns = self._now_ns.stood_ns
+            log.warning("this daemon stood still for %.1f s: stopped, or without a processor", stood_s)
 
     def _take_frames(self, now: int) -> None:
         for _ in range(FRAMES_A_DRAIN):
@@ -258,7 +271,8 @@ class Daemon:
         return {
             **self._core.status(),
             "daemon_pid": os.getpid(),
-            "uptime_s": round((self._now_ns() - self._started_ns) / 1e9, 3),
+            "uptime_s": round((self._raw_ns() - self._started_ns) / 1e9, 3),
+            "stood_still_s": round(self._now_ns.stood_ns / 1e9, 3),
             **self._deaths,
             "table": {"boots": self._table.boots, "discarded": self._table.discarded},
             "workers": [{**worker, "worker": f"{worker['worker']:016x}"} for worker in self._workers],

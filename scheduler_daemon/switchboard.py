@@ -79,8 +79,10 @@ class Switchboard:
         """Let time pass on all links; the ends of those that were given up."""
         for peer in self.open.values():
             peer.link.tick(now_ns)
-        gone = [link for link, peer in self.open.items() if peer.link.lost]
-        return [event for link in gone for event in self.lost(link)]
+        gone = [peer for peer in self.open.values() if peer.link.lost]
+        for peer in gone:  # it may live: told, it opens the next link at once
+            self._out.append((peer.identity, pack_frame(FrameKind.CLOSE, peer.link.id, 0, 0)))
+        return [event for peer in gone for event in self.lost(peer.link.id)]
 
     def next_due_ns(self) -> int | None:
         """When `tick` has something to do."""

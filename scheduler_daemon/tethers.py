@@ -6,8 +6,8 @@ connection when the peer's process is gone, however it went. Never blocks.
 
 import logging
 import socket
-import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from kvferry.net.peer import TETHER_HELLO
@@ -24,7 +24,8 @@ TETHER_HELLO_NS: Final = 2_000_000_000
 class Tethers:
     """The daemon's stream listener and the connections beside the links."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, now_ns: Callable[[], int]) -> None:
+        self._now_ns = now_ns
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         self._listener.listen(512)
@@ -39,7 +40,7 @@ class Tethers:
     def has(self, link: LinkId) -> bool:
         """Whether the tether of `link` stands; looks for one that has just come."""
         if link not in self._of:
-            self.accept(time.monotonic_ns())
+            self.accept(self._now_ns())
         return link in self._of
 
     def accept(self, now_ns: int) -> None:

@@ -44,6 +44,7 @@ class Scribe:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.times: list[int] = []  # at which they came
         self.do: Callable[[Event], list[Action]] = lambda _event: []
         self.due: int | None = None
 
@@ -51,6 +52,7 @@ class Scribe:
         if event == WorkersListed(()):
             return []  # how every daemon begins: no test is about it
         self.events.append(event)
+        self.times.append(now_ns)
         if isinstance(event, TimePassed):
             self.due = None
         return self.do(event)
@@ -77,12 +79,12 @@ class Slate:
 class House:
     """A daemon in a thread, and the supervisor's end of its channel."""
 
-    def __init__(self, path: Path, *, listed: bool = True) -> None:
+    def __init__(self, path: Path, *, listed: bool = True, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.run_dir = RunDir.at(path)
         self.core = Scribe()
         self.control, theirs = Channel.pair()
         self.table = Slate()
-        self.daemon = Daemon(self.run_dir, self.core, Channel(theirs), self.table)
+        self.daemon = Daemon(self.run_dir, self.core, Channel(theirs), self.table, now_ns)
         if listed:
             self.control.send({"event": "workers", "workers": [], "daemon_restarts": 0, "workers_died": 0})
         self.thread = threading.Thread(target=self.daemon.run)
@@ -307,3 +309,59 @@ def test_a_drain_comes_from_the_supervisor_and_the_rest_is_told_to_it(house: Hou
     house.control.send({"event": "drain", "budget_ms": 1500})
     assert house.hear(DrainBegun) == [DrainBegun(1_500_000_000)]
     wait_for(lambda: {"event": "drained"} in house.control.receive())
+
+
+# ---- a daemon that stood still ---------------------------------------------------------------------------
+
+
+class Stops:
+    """A clock that can be put on by hand: for its owner that is as if it had been stopped."""
+
+    def __init__(self) -> None:
+        self.skipped_ns = 0
+
+    def __call__(self) -> int:
+        return time.monotonic_ns() + self.skipped_ns
+
+
+@pytest.mark.parametrize("moment", ["between two turns", "amid a turn"])
+def test_time_in_which_the_daemon_was_stopped_does_not_pass(moment: str) -> None:
+    """Deadlines, graces and links that have waited do not run out by our own standing still: what would have met them
+    is in our sockets. Amid a turn a stop is the worst: what is said in it is said under an old time."""
+    clock = Stops()
+    minute = 60_000_000_000
+    with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as path:
+        house = House(Path(path), now_ns=clock)
+
+        def answer(event: Event) -> list[Action]:
+            if isinstance(event, Received) and isinstance(event.message, Hello):
+                clock.skipped_ns += minute if moment == "amid a turn" else 0
+                return [Send(event.link, Welcome(major=1, minor=0, boot=5, tp_size=1))]
+            return []
+
+        house.core.do = answer
+        peer = house.peer(Hello(role="client"))
+        assert heard(peer, Welcome)
+        if moment == "between two turns":
+            clock.skipped_ns += minute
+        for number in range(3):
+            assert peer.send(Renew())
+            peer.flush()
+            wait_for(lambda number=number: len(house.core.events) == 2 + number)
+        assert house.core.times[-1] - house.core.times[0] < minute // 2
+        assert not [event for event in house.core.events if isinstance(event, LinkLost)]
+        assert house.daemon.status()["stood_still_s"] > 50
+        house.close()
+
+
+def test_a_peer_that_is_given_up_is_told_so_if_it_lives(house: House) -> None:
+    """Nobody reads our messages for too long: that link is over, and whoever does live opens the next at once."""
+    house.core.do = lambda event: (
+        [Send(event.link, Welcome(major=1, minor=0, boot=5, tp_size=1))] if isinstance(event, Received) else []
+    )
+    peer = house.peer(Hello(role="client"))
+    house.hear(Received)
+    house.daemon._switchboard.open[peer.link.id].link.lost = True
+    wait_for(lambda: peer.receive() or not peer.alive)
+    assert peer.refusal is None
+    assert house.hear(LinkLost) == [LinkLost(peer.link.id)]

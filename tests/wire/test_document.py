@@ -137,6 +137,7 @@ def test_the_frame_header_is_that_of_the_document() -> None:
         "{} ms without an acknowledgement": link.RESEND_NS // 10**6,
         "the oldest {} MiB": link.REPEAT_BYTES >> 20,
         "for {} s gives the link up": link.LOST_NS // 10**9,
+        "look for longer than {} s": link.STOOD_NS // 10**9,
     }
     for sentence, number in numbers.items():
         assert sentence.format(number) in text

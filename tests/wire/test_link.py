@@ -38,6 +38,13 @@ def deliver(sender: Link, receiver: Link, now_ns: int = 0) -> list[bytes]:
     return [body for frame in frames(sender) for body in receiver.receive(frame, now_ns)]
 
 
+def wait(link: Link, since_ns: int, until_ns: int) -> None:
+    """Let time pass as a shell does that is there all the time."""
+    for now_ns in range(since_ns, until_ns, RESEND_NS):
+        link.tick(now_ns)
+    link.tick(until_ns)
+
+
 # ---- frames ----------------------------------------------------------------------------------------
 
 
@@ -184,7 +191,7 @@ def test_a_peer_that_stands_still_is_sent_a_mebibyte_again_and_not_the_window() 
 def test_a_link_without_an_acknowledgement_is_lost_by_time_and_takes_no_more() -> None:
     one = Link(ID)
     one.send(b"a", 0)
-    one.tick(LOST_NS - 1)
+    wait(one, 0, LOST_NS - 1)
     assert not one.lost
     one.tick(LOST_NS)
     assert one.lost
@@ -200,7 +207,32 @@ def test_an_idle_link_is_never_lost() -> None:
     one.tick(100 * LOST_NS)
     assert not one.lost
     one.send(b"a", 100 * LOST_NS)
-    one.tick(101 * LOST_NS - 1)
+    wait(one, 100 * LOST_NS, 101 * LOST_NS - 1)
+    assert not one.lost
+
+
+def test_who_stood_still_has_not_waited() -> None:
+    """Stopped for a minute behind a message: its acknowledgement may lie in the socket, so nobody is given up."""
+    one = Link(ID)
+    one.send(b"a", 0)
+    for minute in range(1, 4):
+        now_ns = minute * 60 * 10**9
+        one.tick(now_ns)
+        assert not one.lost
+        assert [frame.seq for frame in frames(one)][-1:] == [1], "it is said again"
+    wait(one, now_ns, now_ns + LOST_NS - 1)
+    assert not one.lost
+    one.tick(now_ns + LOST_NS)
+    assert one.lost, "from then on it waits as any other"
+
+
+def test_a_message_that_was_sent_under_an_old_time_is_not_overdue_at_once() -> None:
+    """A process that is stopped between its look at the clock and its answer: the peer that it answers lives."""
+    one = Link(ID)
+    one.tick(0)
+    one.send(b"welcome", 1)
+    one.tick(1)
+    one.tick(7 * 10**9)
     assert not one.lost
 
 
@@ -209,7 +241,7 @@ def test_progress_starts_the_time_anew() -> None:
     one.send(b"a", 0)
     one.send(b"b", 0)
     one.receive(Frame(FrameKind.ACK, ID, 0, 1, b""), LOST_NS - 1)
-    one.tick(2 * LOST_NS - 2)
+    wait(one, LOST_NS - 1, 2 * LOST_NS - 2)
     assert not one.lost
     one.tick(2 * LOST_NS - 1)
     assert one.lost
