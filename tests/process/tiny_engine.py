@@ -6,8 +6,9 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
-from kvferry import Client, Directive, LoadEnd, Outcome, RankClient, shared_array
+from kvferry import Client, Directive, KVMemory, LoadEnd, Outcome, RankClient, shared_array
 from kvferry.client.memory import from_arrays
 from tests.process.sidecar import Sidecar, until
 
@@ -28,9 +29,8 @@ class TinyEngine:
         self.arrays = []
         self.ranks = []
         for rank in range(ranks):
-            array, fd = shared_array((blocks, block_bytes), np.uint8)
+            array, memory = self.memory(blocks, block_bytes)
             self.arrays.append(array)
-            memory = from_arrays({"layer": array}, array, fd, block_tokens=16)
             self.ranks.append(
                 RankClient(
                     name, rank, world_size=ranks, memory=memory, run_dir=sidecar.run_dir, on_note=self.notes.append
@@ -46,6 +46,11 @@ class TinyEngine:
             patience_s=5.0,  # a busy test machine is not what these tests are about
             on_note=self.notes.append,
         )
+
+    def memory(self, blocks: int, block_bytes: int) -> tuple[npt.NDArray[np.uint8], KVMemory]:
+        """A rank's KV cache: how the engine sees it, and how it is shown."""
+        array, fd = shared_array((blocks, block_bytes), np.uint8)
+        return array, from_arrays({"layer": array}, array, fd, block_tokens=16)
 
     def fill(self, blocks: list[int], seed: int) -> None:
         """Write what `seed` makes into these blocks, other bytes on each rank."""
