@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         from_arrays,
         from_views,
         shared_array,
+        wait_for,
     )
     from kvferry.proto.errors import ConfigError, KvferryError
     from kvferry.proto.outcome import Kind, Next, Outcome, Reason
@@ -50,6 +51,7 @@ __all__ = [
     "from_arrays",
     "from_views",
     "shared_array",
+    "wait_for",
 ]
 
 _ERRORS = {"ConfigError", "KvferryError"}

@@ -12,7 +12,7 @@ core.py             decides for the scheduler side; sans-IO, with
 rank_core.py        decides for a rank; sans-IO
 client.py, rank.py  the thin shells: sockets, clocks; background.py: a thread; carrier.py, tether.py: their links
 memory.py           describes KV memory; torch_memory.py: shares an engine's torch tensors
-types.py            the values that all of them hand out
+types.py            the values that all of them hand out; waiting.py: for programs that may wait
 """
 
 from importlib import import_module
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RankCounters,
         RankReport,
     )
+    from kvferry.client.waiting import wait_for
 
 _HOMES = {
     "Client": "client",
@@ -47,6 +48,7 @@ _HOMES = {
     "LoadEnd": "types",
     "RankCounters": "types",
     "RankReport": "types",
+    "wait_for": "waiting",
 }
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "from_arrays",
     "from_views",
     "shared_array",
+    "wait_for",
 ]
 
 

@@ -36,7 +36,7 @@ def test_hello_gets_its_bytes_back() -> None:
 @pytest.mark.slow
 def test_hello_says_why_it_is_not_attached(tmp_path: Path) -> None:
     done = run(tmp_path)
-    assert done.returncode == 1 and "not attached" in done.stderr
+    assert done.returncode == 1 and "not within 10 s: attached" in done.stderr
     assert f"no sidecar at {tmp_path}" in done.stdout
 
 
