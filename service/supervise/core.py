@@ -90,10 +90,10 @@ class Supervisor:
             case Spawned(child, pid):
                 self.children[child].pid = pid
                 return self._tell_workers()
-            case Ready(child):
-                return self._ready(child, now_ns)
-            case Taken(child, engine):
-                return self._taken(child, engine, now_ns)
+            case Ready(child, device):
+                return self._ready(child, device, now_ns)
+            case Taken(child, engine, marks):
+                return self._taken(child, engine, marks, now_ns)
             case Exited(child, status):
                 return self._exited(child, status, now_ns)
             case KillWanted(worker, why):
@@ -133,11 +133,11 @@ class Supervisor:
         # The daemon first: it is told who lived before it, and that is nobody. Workers wait for it by themselves.
         return [SpawnDaemon(daemon), *self._spawn_spares(now_ns)]
 
-    def _ready(self, child: int, now_ns: int) -> list[Action]:
+    def _ready(self, child: int, device: dict[str, Any], now_ns: int) -> list[Action]:
         one = self.children.get(child)
         if one is None or one.life is not Life.STARTING or self.phase not in ALIVE:
             return []
-        one.life = Life.SPARE
+        one.life, one.device = Life.SPARE, device
         one.pulse.forget()
         actions = self._tell_workers()
         if self.phase is not Phase.SERVING and self._complete():
@@ -150,11 +150,11 @@ class Supervisor:
         ready = {c.rank for c in self.children.values() if c.life is not Life.STARTING}
         return ready >= set(range(-1, self.rules.tp_size))
 
-    def _taken(self, child: int, engine: str, now_ns: int) -> list[Action]:
+    def _taken(self, child: int, engine: str, marks: str, now_ns: int) -> list[Action]:
         one = self.children.get(child)
         if one is None or one.rank < 0 or one.life is Life.TAKEN:
             return []
-        one.life, one.engine = Life.TAKEN, engine
+        one.life, one.engine, one.marks = Life.TAKEN, engine, marks
         one.pulse.answer()
         return self._spawn_spares(now_ns) + self._tell_workers()
 
@@ -165,9 +165,11 @@ class Supervisor:
         actions: list[Action] = []
         covered = {c.rank for c in self.children.values() if c.life is not Life.TAKEN}
         for rank in range(self.rules.tp_size):
-            if rank in covered or self._spare_at.get(rank, 0) > now_ns:
+            if self._spare_at.get(rank, 0) > now_ns:
                 continue
-            self._spare_at.pop(rank, None)
+            self._spare_at.pop(rank, None)  # over, also for a rank that has its spare: no time is due for ever
+            if rank in covered:
+                continue
             actions.append(SpawnWorker(self._new_child(rank), rank))
         return actions
 
@@ -340,7 +342,15 @@ class Supervisor:
 
     def _tell_workers(self) -> list[Action]:
         listed = [
-            {"worker": c.id, "rank": c.rank, "pid": c.pid, "state": c.life.value, "engine": c.engine}
+            {
+                "worker": c.id,
+                "rank": c.rank,
+                "pid": c.pid,
+                "state": c.life.value,
+                "engine": c.engine,
+                "marks": c.marks,
+                "device": c.device,
+            }
             for c in self.workers()
             if c.pid  # one that is only about to be spawned has served nobody: a new daemon need not await it
         ]

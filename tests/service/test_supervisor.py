@@ -149,6 +149,21 @@ def test_after_a_hard_death_the_next_spare_of_that_rank_waits_a_little() -> None
     assert [a.rank for a in drill.of(SpawnWorker)] == [0]
 
 
+def test_the_wait_after_a_hard_death_is_over_by_its_time_though_nobody_took_the_spare_meanwhile() -> None:
+    """Found by the simulator: it was due for ever, and the supervisor went round in circles."""
+    drill = Drill(tp_size=1).serve()
+    first = drill.spares[0]
+    drill.do(Taken(first, "a"))
+    drill.do(Ready(drill.spares[0]))
+    drill.do(Exited(first, -9))
+    for _ in range(3):
+        due = drill.core.next_due_ns()
+        assert due is not None and due > drill.now
+        drill.now = due
+        drill.do(TimePassed())
+    assert not drill.of(SpawnWorker)
+
+
 def test_a_dead_spare_is_replaced() -> None:
     drill = Drill().serve()
     drill.do(Exited(drill.spares[0], -9))
