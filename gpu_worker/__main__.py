@@ -25,7 +25,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--worker", type=int, required=True, help="this process's incarnation")
     parser.add_argument("--listen-fd", type=int, required=True, help="inherited listener of the rank's socket")
     parser.add_argument("--control-fd", type=int, required=True, help="inherited channel to the supervisor")
-    parser.add_argument("--device", default="cpu", help="what copies: cpu")
+    parser.add_argument("--device", default="cpu", help="what copies: cpu or cuda")
+    parser.add_argument("--gpu", default="0", help="for cuda: UUID or number of the rank's GPU")
     return parser.parse_args(arguments)
 
 
@@ -39,7 +40,7 @@ def main() -> NoReturn:
     sys.setswitchinterval(0.0005)
     try:
         run_dir = RunDir.at(options.run_dir)
-        device = open_device(options.device)
+        device = open_device(options.device, options.gpu)
         code = Worker(
             Options(run_dir, options.rank, options.worker, options.listen_fd, options.control_fd), device
         ).run()

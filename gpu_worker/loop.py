@@ -52,6 +52,7 @@ log = logging.getLogger("kvferry.worker")
 DRAIN_S: Final = 1.0  # running batches take milliseconds; past this they hang
 LEAVE_S: Final = 5.0  # no daemon wants us: loads already begun get this long for their marks and copies
 ANSWER_S: Final = 4.0  # the daemon's verdict; the rank client waits for five
+EXIT_LOST: Final = 71  # the device works no more in this process; the same holds
 EXIT_STUCK: Final = 70  # a copy would not end; this process's death is the proof that it did
 
 

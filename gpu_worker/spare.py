@@ -23,8 +23,8 @@ from kvferry.gpu_worker.api import WorkerSettings
 from kvferry.gpu_worker.copies import Copies
 from kvferry.gpu_worker.core import WorkerCore
 from kvferry.gpu_worker.daemon_link import DaemonLink, LinkLost
-from kvferry.gpu_worker.devices.base import Device
-from kvferry.gpu_worker.loop import ANSWER_S, Service
+from kvferry.gpu_worker.devices.base import Device, DeviceLost
+from kvferry.gpu_worker.loop import ANSWER_S, EXIT_LOST, Service
 from kvferry.gpu_worker.pool import Pool
 from kvferry.gpu_worker.rank_link import RankTether
 from kvferry.gpu_worker.registration import RankMemory, take_up
@@ -64,8 +64,7 @@ class Worker:
         self._listener: socket.socket | None = socket.socket(fileno=options.listen_fd)
         self._listener.setblocking(False)
         self._pool = Pool(options.run_dir.pool(options.rank))
-        device.register_host(self._pool.base, self._pool.nbytes)
-        self._daemon = DaemonLink.to(options.run_dir)
+        self._daemon: DaemonLink  # from when the pool is registered: a link that nobody looks after is given up
         self._tether: RankTether | None = None
         self._boot = 0  # of the daemon behind the open link
         self._inbox: deque[Any] = deque()  # the daemon's words that nobody has taken yet
@@ -75,8 +74,13 @@ class Worker:
     def run(self) -> int:
         """Be a spare, then serve one rank."""
         try:
+            self._register_pool()
+            self._daemon = DaemonLink.to(self._options.run_dir)
+        except Stopped:
+            return 0
+        try:
             self._await_daemon(None)
-            self._control.send({"event": "ready"})
+            self._control.send({"event": "ready", "device": self._device.describe()})
             register = self._await_rank()
             memory, slots = self._admit(register)
         except Stopped:
@@ -84,8 +88,21 @@ class Worker:
         except KvferryError as error:
             log.warning("%s", error)
             self._refuse(error)
-            return 0
+            return EXIT_LOST if isinstance(error, DeviceLost) else 0
         return self._serve(memory, slots)
+
+    def _register_pool(self) -> None:
+        """Give the device the pool, before an engine needs it: a GPU pins it, which takes seconds for each 10 GiB.
+
+        The supervisor's questions are answered meanwhile, and its stop ends it. CapacityError if it cannot be.
+        """
+        self._device.register_host(self._pool.base, self._pool.nbytes, self._answer_supervisor)
+        told = self._device.describe()
+        if "pinned_bytes" in told:
+            log.info(
+                "rank %d: %s (%s), %d bytes of pool pinned in %d chunks in %.1f s; copies by %s", self._options.rank,
+                told["name"], told["uuid"], told["pinned_bytes"], told["pinned_chunks"], told["pin_s"], told["copies"],
+            )  # fmt: skip
 
     def _await_daemon(self, deadline: float | None) -> None:
         """Wait until a daemon has welcomed us. LostError at the deadline."""
@@ -116,7 +133,7 @@ class Worker:
             assert self._listener is not None
             self._listener.close()
             self._listener = None
-            self._control.send({"event": "taken", "engine": register.engine_id})
+            self._control.send({"event": "taken", "engine": register.engine_id, "marks": register.mark_mode})
             return register
 
     def _accept(self) -> RankTether | None:
@@ -212,7 +229,7 @@ class Worker:
         )  # fmt: skip
         gc.collect()
         gc.freeze()  # what stands now stands to the end: later collections pass it by
-        return Service(
+        service = Service(
             self._daemon,
             self._control,
             self._device,
@@ -222,7 +239,13 @@ class Worker:
             attach=memory.attach_message(self._options.worker, self._pool),
             slots=slots,
             inbox=self._inbox,
-        ).run()
+        )
+        try:
+            return service.run()
+        except DeviceLost as error:
+            # No word on what was under way: only our death says that it is over.
+            log.error("rank %d: %s; this worker ends, and the rank attaches to the next", self._options.rank, error)
+            return EXIT_LOST
 
     # ---- waiting while nobody is served ----------------------------------------------------------
 
@@ -261,13 +284,7 @@ class Worker:
 
     def _look_around(self) -> None:
         """Take what daemon and supervisor said. Stopped if there is nothing to wait for any more."""
-        for event in self._control.receive():
-            if event.get("event") == "stop":
-                raise Stopped
-            if event.get("event") == "ping":
-                self._control.send({"event": "pong"})
-        if self._control.ended:
-            raise Stopped
+        self._answer_supervisor()
         for word in self._daemon.receive():
             match word:
                 case Welcome(boot=boot):
@@ -281,3 +298,13 @@ class Worker:
                     self._inbox.append(word)
                 case _:
                     self._inbox.append(word)
+
+    def _answer_supervisor(self) -> None:
+        """Take what the supervisor said: Stopped on its stop or its end."""
+        for event in self._control.receive():
+            if event.get("event") == "stop":
+                raise Stopped
+            if event.get("event") == "ping":
+                self._control.send({"event": "pong"})
+        if self._control.ended:
+            raise Stopped

@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from kvferry.net.paths import RunDir
 from kvferry.proto import limits
@@ -44,6 +50,21 @@ def _not_empty(text: object) -> object:
 Directory = Annotated[Path | None, BeforeValidator(_not_empty)]
 
 
+def _names(given: object) -> object:
+    """`a,b` or a list of texts and numbers, as names."""
+    if isinstance(given, str):
+        given = [name.strip() for name in given.split(",")] if given.strip() else []
+    if not isinstance(given, list | tuple) or not all(isinstance(name, str | int) for name in given):
+        raise ValueError("must be GPUs by UUID or number, with commas between them")
+    names = tuple(str(name) for name in given)
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError("names no GPU, or one twice: each rank has a GPU of its own")
+    return names
+
+
+Gpus = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_names)]
+
+
 class Settings(BaseSettings):
     """What may be set. Sizes and times take units (8GiB, 500ms)."""
 
@@ -60,7 +81,10 @@ class Settings(BaseSettings):
     host_memory: Bytes = Field(
         parse_bytes("4GiB"), gt=0, description="memory of the pool in /dev/shm, the total over all ranks"
     )
-    device: Literal["cpu"] = Field("cpu", description="where the engines' KV cache lies")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the engines' KV cache lies")
+    devices: Gpus = Field(
+        (), description="the GPU of each rank, by UUID or number, with commas; default: rank r has visible GPU r"
+    )
     lease: Seconds = Field(10.0, gt=0, le=3600, description="how long a lookup's hits stay pinned without a renewal")
     lease_share: float = Field(0.5, gt=0, le=1, description="the part of the pool that leases may pin")
     job_deadline: Seconds = Field(
@@ -76,6 +100,10 @@ class Settings(BaseSettings):
     )
     keep: bool = Field(False, description="keep the pool on Ctrl-C too, for the next start")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged to stderr")
+
+    def gpu_of(self, rank: int) -> str:
+        """UUID or number of a rank's GPU."""
+        return self.devices[rank] if self.devices else str(rank)
 
     @property
     def rank_bytes(self) -> int:
@@ -117,6 +145,16 @@ def load(flags: Mapping[str, Any], config: str | None = None) -> Settings:
             f"{format_bytes(settings.host_memory)} over {settings.tp_size} ranks leave"
             f" {format_bytes(settings.rank_bytes)} a rank; the smallest block needs {format_bytes(MIN_RANK_BYTES)}",
             "raise host_memory; it is the total over all ranks, and a useful pool holds many blocks",
+        )
+    if settings.devices and settings.device != "cuda":
+        raise ConfigError(
+            "settings.devices", f"GPUs are named, but the device is {settings.device!r}", "device = cuda, or no devices"
+        )
+    if settings.devices and len(settings.devices) != settings.tp_size:
+        raise ConfigError(
+            "settings.devices",
+            f"{len(settings.devices)} GPUs for {settings.tp_size} ranks",
+            "name one GPU for each rank, in the order of the ranks",
         )
     return settings
 
@@ -182,6 +220,8 @@ def _fix(name: str) -> str:
 def describe_default(name: str) -> str:
     """The default of a setting as people write it."""
     default = Settings.model_fields[name].default
+    if default == ():
+        return "none"
     if name in ("host_memory", "in_flight"):
         return format_bytes(default).replace(".0 ", "")
     if name in ("lease", "job_deadline", "load_deadline", "kill_grace"):

@@ -9,6 +9,7 @@ called from the worker's one loop thread; none but `drain` waits. The suite in t
 device to the same behaviour.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -119,6 +120,10 @@ def check_limits(plan: CopyPlan) -> None:
         raise PlanError("plan.size", f"{plan.nbytes} bytes in one plan; the limit is {MAX_PLAN_BYTES}")
 
 
+def idle() -> None:
+    """Nothing to do in between."""
+
+
 class Device(Protocol):
     """One per worker process."""
 
@@ -137,8 +142,12 @@ class Device(Protocol):
     def read(self, mapping: Mapping, offset: int, nbytes: int) -> bytes:
         """A few bytes of the engine's memory, for the probes at registration; may wait for the device."""
 
-    def register_host(self, base: int, nbytes: int) -> HostRegion:
-        """Make host memory usable for copies. CapacityError | DeviceError."""
+    def register_host(self, base: int, nbytes: int, between: Callable[[], None] = idle) -> HostRegion:
+        """Make host memory usable for copies. CapacityError | DeviceError, and nothing of it is.
+
+        That takes seconds for each 10 GiB on a GPU: `between` is called every second or so meanwhile, and what it
+        raises ends the registration as an error does.
+        """
 
     def unregister_host(self, region: HostRegion) -> None:
         """Undo `register_host`; idempotent."""

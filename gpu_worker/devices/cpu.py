@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Final
@@ -37,6 +38,7 @@ from kvferry.gpu_worker.devices.base import (
     PlanError,
     WouldBlock,
     check_limits,
+    idle,
 )
 from kvferry.gpu_worker.devices.pieces import Piece, chunks_of, pieces_of
 from kvferry.gpu_worker.memory import prefault
@@ -151,7 +153,7 @@ class CpuDevice:
     def read(self, mapping: Mapping, offset: int, nbytes: int) -> bytes:
         return ctypes.string_at(mapping.base + offset, nbytes)
 
-    def register_host(self, base: int, nbytes: int) -> HostRegion:
+    def register_host(self, base: int, nbytes: int, between: Callable[[], None] = idle) -> HostRegion:
         memory = (ctypes.c_uint8 * nbytes).from_address(base)
         self._add_buffer(np.frombuffer(memoryview(memory), dtype=np.uint8), memory)
         return HostRegion(base, nbytes)

@@ -19,6 +19,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -37,6 +38,7 @@ from kvferry.gpu_worker.devices.base import (
     Mapping,
     WouldBlock,
     check_limits,
+    idle,
 )
 from kvferry.gpu_worker.devices.cuda_copies import Batch, Lane, lost
 from kvferry.gpu_worker.devices.cuda_gpu import check_usable, find
@@ -115,13 +117,13 @@ class CudaDevice:
         return Caps("cuda", gpu.name, kinds, gpu.mark_mode, gpu.uuid, gpu.numa_node)
 
     def describe(self) -> dict[str, Any]:
-        gpu, lanes = self._gpu, self._lanes.values()
+        gpu, lanes, version = self._gpu, self._lanes.values(), self._driver.version()
         return {
             "kind": "cuda",
             "name": gpu.name,
             "uuid": gpu.uuid,
             "numa_node": gpu.numa_node,
-            "driver": self._driver.version(),
+            "driver": f"CUDA {version // 1000}.{version % 1000 // 10}",
             "copies": "batch" if all(lane.use_batch for lane in lanes) else "loop",
             "pinned_bytes": self._pins.nbytes,
             "pinned_chunks": self._pins.num_chunks,
@@ -163,8 +165,8 @@ class CudaDevice:
             time.sleep(READ_POLL_S)
         return self._scratch[:nbytes].tobytes()
 
-    def register_host(self, base: int, nbytes: int) -> HostRegion:
-        region = self._pins.pin(base, nbytes)
+    def register_host(self, base: int, nbytes: int, between: Callable[[], None] = idle) -> HostRegion:
+        region = self._pins.pin(base, nbytes, between)
         self._pool_ranges = Ranges(self._pins.stretches())
         return region
 

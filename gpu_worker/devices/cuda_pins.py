@@ -10,11 +10,12 @@ slots: a spare has pinned the pool before an engine fixes the slots; `ranges.py`
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvferry.cuda.driver import CudaError, Driver
-from kvferry.gpu_worker.devices.base import CapacityError, DeviceLost, HostRegion
+from kvferry.gpu_worker.devices.base import CapacityError, DeviceLost, HostRegion, idle
 from kvferry.gpu_worker.devices.ranges import Stretch
 
 log = logging.getLogger("kvferry.worker")
@@ -33,8 +34,11 @@ class Pins:
     seconds: float = 0.0  # spent in the driver's calls, of all that is pinned now or was
     _chunks: dict[HostRegion, list[Stretch]] = field(default_factory=dict)
 
-    def pin(self, base: int, nbytes: int) -> HostRegion:
-        """Register [base, + nbytes). CapacityError, and nothing of it is; DeviceLost."""
+    def pin(self, base: int, nbytes: int, between: Callable[[], None] = idle) -> HostRegion:
+        """Register [base, + nbytes), with a call of `between` after each chunk. CapacityError; DeviceLost.
+
+        After any error, one of `between` too, nothing of it is registered.
+        """
         region = HostRegion(base, nbytes)
         if region in self._chunks:
             return region
@@ -54,6 +58,11 @@ class Pins:
             if time.monotonic() - said >= SLOW_S:
                 said = time.monotonic()
                 log.info("pinning the pool: %d of %d chunks in %.1f s", number + 1, len(sizes), said - began)
+            try:
+                between()
+            except BaseException:
+                self._release(chunks)
+                raise
         self.seconds += time.monotonic() - began
         self._chunks[region] = chunks
         return region

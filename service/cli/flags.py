@@ -37,5 +37,5 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def _metavar(name: str) -> str:
-    kinds = {"run_dir": "DIR", "host_memory": "SIZE", "in_flight": "SIZE"}
+    kinds = {"run_dir": "DIR", "host_memory": "SIZE", "in_flight": "SIZE", "devices": "GPU,GPU"}
     return kinds.get(name, "TIME" if name in ("lease", "job_deadline", "load_deadline", "kill_grace") else "N")

@@ -3,7 +3,7 @@
 A child is named by a random id; a worker's is its worker id.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 # ---- events ----------------------------------------------------------------------------------------
@@ -24,17 +24,19 @@ class Spawned:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A child serves: the daemon its sockets, a worker as a spare."""
+    """A child serves: the daemon its sockets, a worker as a spare, which says what its device is."""
 
     child: int
+    device: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """An engine's rank has connected to this worker."""
+    """An engine's rank has connected to this worker. `marks` is how it writes its marks: `word` or `host`."""
 
     child: int
     engine: str
+    marks: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from kvferry.net.paths import RunDir
 from kvferry.process import name_process
 from kvferry.proto.limits import PAGE_BYTES
 from kvferry.settings import Settings
-from kvferry.supervise import kept, memory, rundir, sweep, vitals
+from kvferry.supervise import gpus, kept, memory, rundir, sweep, vitals
 from kvferry.supervise.api import (
     Action,
     Answered,
@@ -129,6 +129,7 @@ class Sidecar:
         self._selector = selectors.DefaultSelector()
         self._started = time.monotonic()
         self._finish: Finish | None = None
+        self._gpus: tuple[gpus.RankGpu, ...] = ()  # by rank; none without CUDA
         self._adopted = False  # the pool is one that an earlier run kept
 
     def run(self) -> int:
@@ -139,6 +140,9 @@ class Sidecar:
         self._signals = Signals()
         s = self._settings
         try:
+            self._gpus = gpus.find(s)
+            for rank, gpu in enumerate(self._gpus):
+                log.info("rank %d: %s (%s)", rank, gpu.uuid, gpu.name)
             self._adopted, lines = sweep.take_over(
                 self._run_dir, s.tp_size, s.rank_bytes - PAGE_BYTES, check=self._check_memory
             )
@@ -228,9 +232,9 @@ class Sidecar:
         for said in process.control.receive():
             match said.get("event"):
                 case "ready":
-                    self._do(Ready(child))
+                    self._do(Ready(child, dict(said.get("device", {}))))
                 case "taken":
-                    self._do(Taken(child, str(said.get("engine", ""))))
+                    self._do(Taken(child, str(said.get("engine", "")), str(said.get("marks", ""))))
                 case "drained":
                     self._do(AtRest(child))
                 case "pong":
@@ -315,6 +319,8 @@ class Sidecar:
             "listen-fd": listen_fd,
             "device": self._settings.device,
         }
+        if self._gpus:
+            flags["gpu"] = self._gpus[rank].uuid
         return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
 
     def _make_pools(self) -> None:

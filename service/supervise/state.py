@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 from kvferry.supervise.pulse import Pulse
 
@@ -41,6 +41,8 @@ class Child:
     pid: int = 0
     life: Life = Life.STARTING
     engine: str = ""
+    marks: str = ""  # of the engine's rank
+    device: dict[str, Any] = field(default_factory=dict)  # what the worker says of it
     kill_why: str = ""
     pulse: Pulse = field(default_factory=Pulse)
 
