@@ -150,7 +150,7 @@ class CudaDevice:
                 found += self._read(mapping.base + offset + len(found), min(SCRATCH_BYTES, nbytes - len(found)))
         except CudaError as error:
             if error.is_sticky:
-                raise lost(error) from None
+                raise self._lose(lost(error)) from None
             raise HandleError("handle.refused", f"the mapped memory cannot be read: {error.text}") from None
         return bytes(found)
 
@@ -161,7 +161,8 @@ class CudaDevice:
         deadline = time.monotonic() + READ_S
         while not self._driver.event_happened(self._read_event):
             if time.monotonic() >= deadline:
-                raise DeviceLost("device.lost", f"a copy of {nbytes} bytes has not ended within {READ_S:g} s")
+                hangs = f"a copy of {nbytes} bytes has not ended within {READ_S:g} s"
+                raise self._lose(DeviceLost("device.lost", hangs))
             time.sleep(READ_POLL_S)
         return self._scratch[:nbytes].tobytes()
 
@@ -219,16 +220,20 @@ class CudaDevice:
         if self._is_closed:
             return
         self._is_closed = True
+        if not all(lane.stop() for lane in self._lanes.values()):
+            log.warning("a copy hangs: memory, streams and the descriptor are left to the end of this process")
+            return
+        os.close(self._eventfd)
+        if self._lost is not None:
+            return
         try:
-            if self._lost is None and all(lane.close() for lane in self._lanes.values()):
-                self._driver.event_destroy(self._read_event)
-                for owner in (self._imports, self._pins, self._scratch_pins):
-                    owner.close()
-                self._driver.use(0)
-                self._driver.release_context(self._gpu.device)
+            for owner in (*self._lanes.values(), self._imports, self._pins, self._scratch_pins):
+                owner.close()
+            self._driver.event_destroy(self._read_event)
+            self._driver.use(0)
+            self._driver.release_context(self._gpu.device)
         except CudaError as error:
             log.warning("left to the end of this process: %s", error.text)
-        os.close(self._eventfd)
 
     # ---- the end of a batch, on a waiter's thread ------------------------------------------------
 
@@ -247,11 +252,13 @@ class CudaDevice:
             # Within the lock, so that the descriptor is readable exactly while there is something to take.
             os.eventfd_write(self._eventfd, 1)
 
-    def _lose(self, error: DeviceLost) -> None:
+    def _lose(self, error: DeviceLost) -> DeviceLost:
+        """From now on this is the answer to everything."""
         with self._lock:
             self._lost = self._lost or error
             self._idle.set()  # who drains need not wait for what nobody will ever know
             os.eventfd_write(self._eventfd, 1)
+            return self._lost
 
     def _check_alive(self) -> None:
         if self._lost is not None:

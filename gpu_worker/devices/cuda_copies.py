@@ -91,16 +91,17 @@ class Lane:
             raise lost(error) from None
         self._queue.put(batch)
 
-    def close(self) -> bool:
-        """End the waiter, then its stream and events; False, and nothing is touched, if the waiter does not end."""
+    def stop(self) -> bool:
+        """End the waiter; False if it still waits for a copy. No call of the driver."""
         self._queue.put(None)
         self._thread.join(JOIN_S)
-        if self._thread.is_alive():
-            return False
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Give stream and events back; the waiter has ended."""
         for event in self._all_events:
             self._driver.event_destroy(event)
         self._driver.stream_destroy(self.stream)
-        return True
 
     def _start(self, batch: Batch, part: slice) -> None:
         dst, src, size = batch.dst[part], batch.src[part], batch.size[part]

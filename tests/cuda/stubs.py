@@ -91,6 +91,11 @@ class Stub:
         self._library.stub_leaks(text, len(text))
         return text.value.decode()
 
+    def end_process(self) -> None:
+        """What the kernel and the driver do when a process ends: all of it is gone, in whatever state it was."""
+        self._library.stub_reset()
+        self._library.stub_end_process()
+
     def check(self) -> None:
         """Fail if it was used in a way that a driver would not bear."""
         bad = [line for line in self.calls() if "VIOLATION" in line]

@@ -119,6 +119,20 @@ static void queue(Stream *stream, Op op)
     pthread_mutex_unlock(&queues);
 }
 
+void end_copies(void) /* what is queued still runs, as it is the stub's own and short */
+{
+    for (int i = 0; i < MAX_OBJECTS; i++)
+        if (streams[i].live)
+            queue(&streams[i], (Op){.what = ENDS});
+    pthread_mutex_lock(&queues);
+    for (int i = 0; i < MAX_OBJECTS; i++) {
+        while (streams[i].live)
+            pthread_cond_wait(&moved, &queues);
+        events[i].live = 0;
+    }
+    pthread_mutex_unlock(&queues);
+}
+
 /* ---- streams ------------------------------------------------------------------------------------------------- */
 
 static Stream *known_stream(const char *name, CUstream stream)

@@ -191,9 +191,11 @@ static CUresult apply(const char *name)
         return (CUresult)value;
     if (!strcmp(verb, "delay"))
         usleep((useconds_t)value * 1000);
-    if (!strcmp(verb, "hang"))
+    if (!strcmp(verb, "hang")) {
         while (rule_for(name, 0, verb, &value) && !strcmp(verb, "hang"))
             usleep(1000);
+        return apply(name); /* what control says by now */
+    }
     return OK;
 }
 
@@ -241,6 +243,13 @@ void stub_reset(void)
     stub_control("");
     num_violations = 0;
     stub_sticky = 0;
+}
+
+void stub_end_process(void)
+{
+    end_copies();
+    end_memory();
+    memset(context_refs, 0, sizeof context_refs);
 }
 
 long stub_sizeof(const char *name)

@@ -108,6 +108,23 @@ size_t memory_leaks(char *text, size_t size)
     return count;
 }
 
+void end_memory(void)
+{
+    lock();
+    for (int i = 0; i < MAX_OBJECTS; i++) {
+        if (memories[i].kind)
+            munmap((void *)memories[i].base, memories[i].nbytes);
+        if (memories[i].kind == PLAIN)
+            close(memories[i].fd);
+        if (allocations[i].live)
+            close(allocations[i].fd);
+        memories[i].kind = FREE;
+        allocations[i].live = reservations[i].live = 0;
+        pins[i].nbytes = 0;
+    }
+    unlock();
+}
+
 static Memory *new_memory(int kind, uint64_t base, size_t nbytes, int fd)
 {
     for (int i = 0; i < MAX_OBJECTS; i++)

@@ -10,7 +10,7 @@
  *               NAME is an entry point, or `copy`: the GPU's own work, on the stream's thread
  *               attr NUMBER VALUE     what a device attribute is      driver VERSION     devices COUNT
  *   journal   each call with its arguments, one file a process: $STUBCUDA_JOURNAL.<pid>, or stub_journal(path)
- *   questions stub_violations(), stub_leaks(text, size), stub_sizeof(name), stub_reset()
+ *   questions stub_violations(), stub_leaks(text, size), stub_sizeof(name), stub_reset(), stub_end_process()
  */
 #ifndef STUB_H
 #define STUB_H
@@ -70,9 +70,11 @@ const char *where(uint64_t address);                   /* `gpu1+0x40` or `pin2+0
 int device_range(uint64_t address, size_t nbytes);     /* whether it lies in one live device allocation */
 void *pinned_range(uint64_t address, size_t nbytes);   /* the host address, if it lies in one registration */
 size_t memory_leaks(char *text, size_t size);
+void end_memory(void);
 
 /* copies.c */
 size_t copy_leaks(char *text, size_t size);
+void end_copies(void);
 
 /* The lock of all tables; never held while a call hangs. */
 void lock(void);
