@@ -44,6 +44,9 @@ RETRY_MAX_S: Final = 2.0
 REFUSED_RETRY_S: Final = 10.0
 # Refusals that pass by themselves: our last worker is not reaped yet, or this one found no daemon.
 PASSING: Final = frozenset({"register.rank_taken", "worker.busy", "daemon.lost", "frame.link"})
+# Refusals that never pass: what was shown is not what the engine computes with. Only a first attachment proves it, so
+# there must be no second one.
+FOR_GOOD: Final = frozenset({"layout.probe", "memory.export"})
 VERDICT_S: Final = 30.0  # a worker may take this long to map our memory when nobody waits for it
 CLOSE_S: Final = 1.0
 HELD_LOOK_S: Final = 0.001  # how often `wait` asks the device while a begin waits for it
@@ -110,7 +113,7 @@ class RankClient:
         self._notes: list[tuple[int, str]] = []  # (log level, line)
         self._last_note = ""
         self._retry_s = RETRY_S
-        self._closed = False
+        self._is_hopeless = self._closed = False
         self._wake = threading.Event()
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self), self._wake), name=f"kvferry-rank-{rank}", daemon=True
@@ -316,6 +319,8 @@ class RankClient:
 
     def _attach(self, timeout_s: float, *, is_idle: bool = False) -> float:
         """Try one worker; seconds until the next look. The same path at start and after each loss."""
+        if self._is_hopeless:
+            return REFUSED_RETRY_S
         probing = self._memory.probing() if is_idle and self._memory.probing else nullcontext(())
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with self._lock:
@@ -345,9 +350,11 @@ class RankClient:
                 tether, pidfd = attach(sock, register, (*self._memory.fds, self._page_fd), timeout_s)
         except Exception as error:  # whatever it was, the engine goes on without
             sock.close()
-            passes = isinstance(error, OSError) or (isinstance(error, KvferryError) and error.code in PASSING)
-            self._note(f"not attached: {error}", logging.WARNING)
-            return self._next_retry() if passes else REFUSED_RETRY_S
+            code = error.code if isinstance(error, KvferryError) else ""
+            self._is_hopeless = code in FOR_GOOD
+            tail = "; not tried again" if self._is_hopeless else ""
+            self._note(f"not attached: {error}{tail}", logging.WARNING)
+            return self._next_retry() if isinstance(error, OSError) or code in PASSING else REFUSED_RETRY_S
         with self._lock:
             if self._closed:
                 tether.close()

@@ -324,6 +324,28 @@ def test_a_refusal_is_one_line_with_its_fix(dock: Dock, tmp_path: Path, memory: 
         assert "layout.slot_bytes" in note and "65536 against 32768" in note and "use one block size" in note
 
 
+@pytest.mark.parametrize(("code", "comes_again"), [("layout.probe", False), ("layout.slot_bytes", True)])
+def test_memory_that_is_not_the_engines_own_is_shown_to_nobody_again(
+    dock: Dock, tmp_path: Path, memory: KVMemory, monkeypatch: pytest.MonkeyPatch, code: str, comes_again: bool
+) -> None:
+    """Case 71: later attachments prove nothing, so a second one would be served with wrong bytes."""
+    monkeypatch.setattr("kvferry.client.rank.REFUSED_RETRY_S", 0.01)
+
+    def refuse() -> None:
+        worker = dock.worker()
+        worker.read(RankRegister)
+        worker.say(Refused(code=code, text="other bytes", fix="none"))
+        worker.sock.close()
+
+    thread = threading.Thread(target=refuse)
+    thread.start()
+    notes: list[str] = []
+    with RankClient("e", 0, world_size=1, memory=memory, run_dir=tmp_path, on_note=notes.append):
+        thread.join()
+        assert bool(select.select([dock.listener], [], [], 10 if comes_again else 0.3)[0]) == comes_again
+    assert ("not tried again" in notes[0]) != comes_again
+
+
 def test_without_a_listener_a_refusal_is_a_warning(
     dock: Dock, tmp_path: Path, memory: KVMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
