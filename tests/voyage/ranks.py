@@ -5,7 +5,8 @@
 
 On a CPU engine the host is the stream: it moves the marks itself and begins a step's stores after its
 forward. On a streaming engine the host runs ahead, announces marks that the stream reaches later, and is
-already busy with the next step meanwhile.
+already busy with the next step meanwhile. Where it holds begins back, as a device wants that cannot write marks,
+it sends them when it looks and finds the stream past them.
 
 It finds its worker as a rank client does: knock at the socket, show the memory, wait for the verdict; again after
 each loss, under the same page and core. A load of a lost worker stays open until the proof of that worker's death.
@@ -53,6 +54,7 @@ class Rank:
         ledger: Ledger,
         num_blocks: int,
         is_stream: bool,
+        is_held: bool,
         forward_ns: tuple[int, int],
         load_timeout_ns: int,
         report: Callable[[int, int, RankReport], None],
@@ -74,6 +76,8 @@ class Rank:
         self._stamps = stamps
         self._ledger = ledger
         self._is_stream = is_stream
+        self._is_held = is_held and is_stream
+        self._held: dict[int, int] = {}  # ticket -> mark that its begin waits for, though it does not say so
         self._forward_ns = forward_ns
         self._report = report
         self._announced = 0  # marks promised
@@ -164,7 +168,8 @@ class Rank:
         for message in self.core.outgoing():
             self._log(self.name, "-> worker: {}", message)
             if isinstance(message, Begin):
-                self.begun.update(dict.fromkeys(u64(message.tickets).tolist(), message.mark))
+                tickets = u64(message.tickets).tolist()
+                self.begun.update((ticket, self._held.get(ticket, message.mark)) for ticket in tickets)
             if self.tether is not None:
                 self.tether.send(message)
         due = self.core.next_due_ns()
@@ -201,10 +206,17 @@ class Rank:
         if directive.revokes:
             self._writer.revoke(directive.revokes)
             self.revoked.update(directive.revokes)
+            self.core.withdraw(directive.revokes)
         self._loading.update(work.loading)
         marks = (self._announced + 1, self._announced + 2)
         self._announced += 2
-        if self._is_stream:
+        if self._is_held:
+            self._held.update((ticket, marks[0]) for ticket, _ in directive.loads)
+            self._held.update((ticket, marks[1]) for ticket in directive.stores)
+            self.core.begin_loads(directive, 0, now, hold=marks[0])
+            self.core.begin_stores(directive, 0, hold=marks[1])
+            self._let_go()
+        elif self._is_stream:
             self.core.begin_loads(directive, marks[0], now)
             self.core.begin_stores(directive, marks[1])
             self._flush()
@@ -213,6 +225,11 @@ class Rank:
         self._stream_free_ns = ends + 1
         self.party.at(starts, self._start, work, marks[0])
         self.party.at(ends, self._end, work, marks[1])
+
+    def _let_go(self) -> None:
+        """The host looks how far the stream is."""
+        self.core.release(self._writer.mark())
+        self._flush()
 
     def _signal(self, mark: int) -> None:
         if self._writer.signal() != mark:
@@ -237,6 +254,8 @@ class Rank:
             self._overwrite(block)
             self.memory.half[1][block] = self._stamps.of(work.meaning, key, self.rank)
         self._signal(mark)
+        if self._is_held:
+            self.party.after(self._rng.randrange(10 * US, 5 * MS), self._let_go)
         if not self._is_stream:
             self.core.begin_stores(work.directive, mark)
             self._flush()

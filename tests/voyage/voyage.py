@@ -55,10 +55,11 @@ class Outcome:
 
 
 class Voyage:
-    """A world drawn from a seed."""
+    """A world drawn from a seed. `is_held`: the same world, but that streaming engines hold their begins back."""
 
-    def __init__(self, seed: int, *, keep_log: bool = False) -> None:
+    def __init__(self, seed: int, *, keep_log: bool = False, is_held: bool = False) -> None:
         self.seed = seed
+        self._is_held = is_held
         self.clock = Clock()
         self.log = Log(self.clock, keep_log)
         self._rng = rng = random.Random(seed)
@@ -244,6 +245,7 @@ class Voyage:
                 self.ledger,
                 habits.num_blocks,
                 is_stream,
+                self._is_held,
                 forward_ns,
                 load_timeout_ns,
                 lambda rank, step, report: engine[0].party.run(engine[0].on_report, rank, step, report),
@@ -428,9 +430,9 @@ class Voyage:
         }
 
 
-def sail(seed: int, *, keep_log: bool = False) -> Outcome:
+def sail(seed: int, *, keep_log: bool = False, is_held: bool = False) -> Outcome:
     """Run one seed."""
-    return Voyage(seed, keep_log=keep_log).run()
+    return Voyage(seed, keep_log=keep_log, is_held=is_held).run()
 
 
 def story_of(seed: int) -> list[str]:
