@@ -84,6 +84,7 @@ def test_what_is_stored_from_a_gpu_comes_back_to_it(
     with GpuEngine(sidecar, gpu, kind, None if marks == "word" else marks) as engine:
         assert engine.client.wait_attached(10), engine.notes
         assert engine.ranks[0].describe()["mark_mode"] == marks
+        assert [worker["marks"] for worker in sidecar.status()["workers"] if worker["state"] == "taken"] == [marks]
         keys = keys_of("a", 4)
         engine.fill([1, 2, 3, 4], seed=1)
         due = engine.bytes_of([1, 2, 3, 4])

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from kvferry import RankClient
+from kvferry.cuda.driver import Driver
 from kvferry.vllm.memory import lend_memory, stated_bytes
+from tests.client.fake_gpu import FakeEngine, GpuTensor
+from tests.cuda.stubs import Stub
 
 torch = pytest.importorskip("torch")
 
@@ -64,10 +67,11 @@ def test_a_cpu_engine_lends_without_a_word_to_cuda(lend: Any, monkeypatch: pytes
     """Case 46: a machine without a GPU is asked for none."""
     for name in ("init", "_lazy_init", "current_stream", "is_available", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("torch.cuda was called"))
-    before = set(sys.modules)
+    for name in [name for name in sys.modules if name.startswith("kvferry") and "cuda" in name]:
+        monkeypatch.delitem(sys.modules, name)
     client, _ = lend(layers())
     assert client is not None
-    assert not [name for name in set(sys.modules) - before if "cuda" in name and name.startswith("kvferry")]
+    assert not [name for name in sys.modules if name.startswith("kvferry") and "cuda" in name]
     assert client.describe()["mark_mode"] == "word"
 
 
@@ -118,7 +122,6 @@ def test_an_engine_elsewhere_serves_without_and_says_why_in_one_line(lend: Any) 
 
 def test_without_a_driver_a_gpu_engine_serves_without_and_says_why(lend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 98: what is missing is named, and the engine starts."""
-    from kvferry.cuda.driver import Driver
     from kvferry.proto.errors import ConfigError
 
     def load() -> Driver:
@@ -127,3 +130,41 @@ def test_without_a_driver_a_gpu_engine_serves_without_and_says_why(lend: Any, mo
     monkeypatch.setattr(Driver, "load", load)
     client, notes = lend({"l0": Some(device=Some(type="cuda"), shape=(BLOCKS, 2), data_ptr=lambda: 4096)})
     assert client is None and "caching is off: device.no_driver" in notes
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
+    """A GPU that is a stub of the driver, and torch's current stream on it."""
+    stub = Stub(tmp_path / "calls")
+    engine = FakeEngine(stub.path)
+    load = Driver.load
+    monkeypatch.setattr(Driver, "load", lambda: load(stub.path))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Some(cuda_stream=engine.stream()))
+    yield engine
+    engine.close()
+    stub.check()
+    assert stub.leaks() == ""
+    stub.close()
+
+
+class OnGpu(GpuTensor):
+    device = Some(type="cuda")
+
+
+def test_a_gpu_engine_lends_its_allocation_and_its_stream_writes_the_marks(gpu: FakeEngine, tmp_path: Path) -> None:
+    base = gpu.allocate(1 << 20)
+    strides = (HEADS * TOKENS * CONTENT, TOKENS * CONTENT, CONTENT, 1)
+    kv_caches = {
+        f"l{n}": OnGpu(base + 512 + n * BLOCKS * PAGE, (BLOCKS, HEADS, TOKENS, CONTENT), strides, 4, "torch.float32")
+        for n in range(2)
+    }
+    config, cache = engine()
+    config.compilation_config.static_forward_context = {name: Some(kv_cache=None) for name in kv_caches}
+    options = {"rank": 0, "engine_id": "e", "run_dir": str(tmp_path), "facts": {}}
+    client = lend_memory(kv_caches, config, cache, note=lambda _: None, **options)  # type: ignore[arg-type]
+    assert client is not None
+    layout = layout_of(client)
+    assert [handle.kind for handle in layout.handles] == ["cuda_ipc"] and layout.handles[0].base_offset == 512
+    assert layout.groups[0].block_bytes == layout.groups[0].payload_bytes == 2 * PAGE
+    assert client.describe()["mark_mode"] == "word" and client.describe()["mark"] == 1
+    client.close()
