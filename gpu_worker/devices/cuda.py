@@ -227,8 +227,11 @@ class CudaDevice:
         if self._lost is not None:
             return
         try:
-            for owner in (*self._lanes.values(), self._imports, self._pins, self._scratch_pins):
-                owner.close()
+            for lane in self._lanes.values():
+                lane.close()
+            self._imports.close()
+            self._pins.close()
+            self._scratch_pins.close()
             self._driver.event_destroy(self._read_event)
             self._driver.use(0)
             self._driver.release_context(self._gpu.device)

@@ -281,7 +281,11 @@ def test_a_rank_that_says_nonsense_loses_its_tether_and_nothing_else(served):
     assert sidecar.wait_exit(2) == 0
 
 
-def test_a_worker_on_the_cpu_imports_no_torch():
-    code = "import sys, kvferry.gpu_worker.__main__ as m; from kvferry.gpu_worker.devices import open_device; "
-    code += "open_device('cpu'); print([n for n in ('torch', 'cuda', 'kvferry.client') if n in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+def test_a_worker_on_the_cpu_and_the_daemon_import_neither_torch_nor_cuda():
+    heavy = ["torch", "cuda", "kvferry.cuda", "kvferry.client"]
+    end = f"print([n for n in {heavy} if n in sys.modules], any('.cuda' in n for n in sys.modules))"
+    worker = "import sys, kvferry.gpu_worker.__main__; from kvferry.gpu_worker.devices import open_device; "
+    worker += "open_device('cpu'); "
+    for code in (worker, "import sys, kvferry.scheduler_daemon.__main__; ", "import sys, kvferry.supervise.shell; "):
+        said = subprocess.run([sys.executable, "-c", code + end], capture_output=True, text=True)
+        assert said.stdout.strip() == "[] False", (code, said)
