@@ -24,6 +24,9 @@ from .talks import Answer
 CHILD = Path(__file__).parent / "child.py"
 START_S = 240.0
 NOTED_S = 0.5  # a wait for a token that is shorter is no stall
+# The engine's own kernels are made anew instead of kept for each shape of a batch, of which a cache that returns in
+# pieces makes hundreds: they would grow its ranks by 100 MiB in the time of a drill, and hide a growth of ours.
+NOTHING_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
 
 
 class End(Enum):
@@ -76,7 +79,7 @@ class Engine:
     """One running engine. `stalls` are waits of one request for a token, `silences` those of all of them."""
 
     def __init__(self, folder: Path, model: Path, *, name: str, **options: Any) -> None:
-        self._lab = lab.start_engine(folder, model, name=name, program=CHILD, **options)
+        self._lab = lab.start_engine(folder, model, name=name, program=CHILD, env=NOTHING_KEPT, **options)
         self.pgid = self._lab.process.pid
         self.log = self._lab.log
         self.stalls: list[Stall] = []
