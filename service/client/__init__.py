@@ -11,7 +11,9 @@ core.py             decides for the scheduler side; sans-IO, with
   batch.py            what one step has to say; arguments.py: what the engine passes in
 rank_core.py        decides for a rank; sans-IO
 client.py, rank.py  the thin shells: sockets, clocks; background.py: a thread; carrier.py, tether.py: their links
-memory.py           describes KV memory; torch_memory.py: shares an engine's torch tensors
+memory.py           describes KV memory; torch_memory.py: shares an engine's torch tensors on CPU
+cuda_memory.py      exports an engine's GPU tensors, of torch or not
+marks.py            from when on a copy may touch its blocks; cuda_marks.py: as an engine's GPU says it
 types.py            the values that all of them hand out; waiting.py: for programs that may wait
 """
 

@@ -31,6 +31,7 @@ from kvferry.vllm.guard import guarded
 from kvferry.vllm.options import Options, device_of, why_off
 from kvferry.vllm.rank import RankHalf
 from kvferry.vllm.scheduler import SchedulerHalf
+from kvferry.vllm.siblings import outer_transfer_config, why_off_beside
 from kvferry.vllm.trace import LoadTrace
 from kvferry.vllm.work import RankWords, StepWork
 
@@ -82,6 +83,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._vllm_config.kv_transfer_config
         self._options = Options.read(transfer.kv_connector_extra_config)
         self._why_off = why_off(self._vllm_config, self._kv_cache_config)
+        outer = outer_transfer_config()
+        if outer is not None and self._why_off is None:
+            self._why_off = why_off_beside(outer, tells_of_sync_loads=_tells_of_sync_loads())
         if is_scheduler:
             for line in self._options.complaints:
                 logger.warning("kvferry: %s", line)
@@ -129,10 +133,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             trace=LoadTrace(self._options.trace),
             new_salt=lambda: self._options.salt + os.urandom(16),
         )
-        logger.info(
-            "kvferry: failed loads are recomputed (kv_load_failure_policy is now 'recompute'; as a child of"
-            " MultiConnector, set it yourself in the outer kv_transfer_config)"
-        )
+        logger.info("kvferry: failed loads are recomputed (kv_load_failure_policy is now 'recompute')")
 
     def _engine_id(self) -> str:
         """Ties the halves of one engine: random at each start, the same in all its processes."""
@@ -201,6 +202,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The step's orders for the ranks."""
         if self._scheduler is None:
             return KvferryMetadata(NO_WORK)
+        if getattr(scheduler_output, "has_sync_kv_loads", False) and self._scheduler.stop_storing():
+            # None of ours is: a sibling's load may fail after its blocks were used, and what was computed from them
+            # would be stored for good.
+            logger.warning(
+                "kvferry: another connector of this engine loads in the middle of a step: from now on this engine"
+                " loads what others stored, and stores nothing"
+            )
         work = self._scheduler.step(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.preempted_req_ids or (),
@@ -331,6 +339,12 @@ def _rank() -> int:
 
     tensor = get_tp_group()
     return int(get_pp_group().rank_in_group * tensor.world_size + tensor.rank_in_group)
+
+
+def _tells_of_sync_loads() -> bool:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    return "has_sync_kv_loads" in SchedulerOutput.__dataclass_fields__
 
 
 def _block_outermost() -> str | None:

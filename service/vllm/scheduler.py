@@ -132,6 +132,7 @@ class SchedulerHalf:
         self._load_blocks: list[int] = []  # given out for loads in this step; needed without a sensor only
         self._is_waiting = False  # for a lookup's answer, in this step
         self._holding_since_ns: int | None = None
+        self._stores_nothing = False
         self.is_off = False
 
     # ---- setting up and down -------------------------------------------------------------------------
@@ -144,6 +145,11 @@ class SchedulerHalf:
     def switch_off(self) -> None:
         """Something went wrong in here: no more lookups, loads and stores. Loads that run are still served."""
         self.is_off = True
+
+    def stop_storing(self) -> bool:
+        """From now on nothing new is stored; what runs was computed before. Whether this is news."""
+        was, self._stores_nothing = self._stores_nothing, True
+        return not was
 
     def close(self) -> None:
         """The engine ends."""
@@ -330,7 +336,7 @@ class SchedulerHalf:
         if self._prompt_only:
             known = min(known, request.num_prompt_tokens)
         full = known // self._block_tokens
-        if full <= live.next_store or live.is_stale:
+        if full <= live.next_store or live.is_stale or self._stores_nothing:
             return
         if live.is_asked:
             # The first store of this attempt: what is held already need not be offered again.
@@ -359,7 +365,9 @@ class SchedulerHalf:
 
     def _store_tail(self, live: _Live, known: int, block_ids: Sequence[int]) -> None:
         """Store what a finished request filled last. Its blocks stay pinned while they are copied."""
-        if self._sensor is None or not self._sensor.is_exact or live.is_stale or not self._client.attached:
+        if self._sensor is None or not self._sensor.is_exact or not self._client.attached:
+            return
+        if live.is_stale or self._stores_nothing:
             return
         if self._prompt_only:
             known = min(known, live.request.num_prompt_tokens)
