@@ -24,6 +24,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.gpu_worker import numa
 from kvferry.gpu_worker.api import U32, U64
 from kvferry.gpu_worker.memory import populate, prefault
 from kvferry.proto.errors import ConfigError
@@ -44,10 +45,11 @@ def _no_progress(done: int, total: int) -> None:
     """Nobody watches."""
 
 
-def create(path: Path, pool_bytes: int, instance: str, progress: Progress = _no_progress) -> None:
+def create(path: Path, pool_bytes: int, instance: str, progress: Progress = _no_progress, node: int = -1) -> str:
     """Make the file with room for `pool_bytes` of slots, all of it reserved and filled with zeros.
 
-    `progress` hears every GiB twice: when it is reserved and when it is populated.
+    `progress` hears every GiB twice: when it is reserved and when it is populated. `node` is the NUMA node that its
+    pages should lie on, -1: wherever; returns "", or a line on why they do not.
     ConfigError if the file system has too little room or the file exists; then no file is left behind.
     """
     total = PAGE_BYTES + pool_bytes
@@ -64,9 +66,11 @@ def create(path: Path, pool_bytes: int, instance: str, progress: Progress = _no_
         raise ConfigError("pool.create", f"{path} cannot be made: {error.strerror}") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)
+        refused = _prefer(fd, total, node)
         _reserve(fd, path, total, progress)
         os.pwrite(fd, FILE_HEADER.pack(FILE_MAGIC, FORMAT, pool_bytes, instance.encode()[:32]), 0)
         _populate(fd, total, progress)
+        return refused or (_where(fd, total, node) if node >= 0 else "")
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -110,6 +114,28 @@ def _reserve(fd: int, path: Path, total: int, progress: Progress) -> None:
             stat = os.statvfs(path.parent)
             raise _too_small(path, total, start + stat.f_bavail * stat.f_frsize) from None
         progress(stop // 2, total)
+
+
+def _prefer(fd: int, total: int, node: int) -> str:
+    """Wish for pages of a node before there are any; why that cannot be, or ""."""
+    if node < 0:
+        return ""
+    os.ftruncate(fd, total)  # of a file that was made just now: what is not mapped cannot have a wish
+    with mmap.mmap(fd, total, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
+        view = np.frombuffer(mapped, dtype=np.uint8)
+        why = numa.prefer(int(view.__array_interface__["data"][0]), total, node)
+        del view
+    return why and f"its pages cannot be asked for on the GPU's memory node {node}: {why} (in Docker: CAP_SYS_NICE)"
+
+
+def _where(fd: int, total: int, node: int) -> str:
+    """Why not all pages lie on the node that was wished for, or ""."""
+    with mmap.mmap(fd, total, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
+        view = np.frombuffer(mapped, dtype=np.uint8)
+        address = int(view.__array_interface__["data"][0])
+        del view
+        populate(address, total)  # into this mapping's tables: only what is there is counted
+        return numa.told(numa.pages(address), node)
 
 
 def _populate(fd: int, total: int, progress: Progress) -> None:

@@ -7,6 +7,7 @@ Numbers mean something in one process only: what travels and what is compared is
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from kvferry.cuda.driver import CudaError, Driver, same_gpu
@@ -15,6 +16,7 @@ from kvferry.proto.errors import ConfigError
 from kvferry.proto.tether import MarkMode
 
 COMPUTE_MODE_DEFAULT: Final = 0
+PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,14 @@ def _look_at(driver: Driver, device: int) -> Gpu:
 
 
 def _numa_node(driver: Driver, device: int) -> int:
+    """As the driver says it, else as the kernel says of its place on the bus; -1: neither knows."""
     try:
-        return driver.device_attribute(DeviceAttribute.HOST_NUMA_ID, device)
+        node = driver.device_attribute(DeviceAttribute.HOST_NUMA_ID, device)
     except CudaError:  # drivers before 12.2 do not know the question
+        node = -1
+    if node >= 0:
+        return node
+    try:
+        return int((PCI_DEVICES / driver.pci_bus_id(device) / "numa_node").read_text())
+    except (CudaError, OSError, ValueError):
         return -1

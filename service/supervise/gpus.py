@@ -23,6 +23,7 @@ class RankGpu:
 
     uuid: str
     name: str
+    numa_node: int = -1  # of the host memory beside it
 
 
 def find(settings: Settings) -> tuple[RankGpu, ...]:
@@ -51,4 +52,4 @@ def find(settings: Settings) -> tuple[RankGpu, ...]:
         ) from None
     if "code" in answer:
         raise ConfigError(answer["code"], answer["text"], answer["fix"])
-    return tuple(RankGpu(gpu["uuid"], gpu["name"]) for gpu in answer["gpus"])
+    return tuple(RankGpu(gpu["uuid"], gpu["name"], gpu["numa_node"]) for gpu in answer["gpus"])

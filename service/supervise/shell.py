@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 from kvferry.gpu_worker import pool
@@ -70,8 +69,8 @@ SAYS: Final = {
     Phase.DRAINING: "stopping: running copies end",
     Phase.STOPPING: "stopping",
 }
-# (file, bytes for slots, instance, progress(done, total)): `kvferry.gpu_worker.pool.create`, or a stand-in
-MakePool = Callable[[Path, int, str, Callable[[int, int], None]], None]
+# (file, bytes for slots, instance, progress(done, total), node=...): `kvferry.gpu_worker.pool.create`, or a stand-in
+MakePool = Callable[..., str | None]
 
 
 class Interrupted(Exception):  # noqa: N818 - no error
@@ -338,7 +337,10 @@ class Sidecar:
 
                 # The file has a header page of its own: with it, it is exactly the rank's share.
                 slots_bytes = s.rank_bytes - PAGE_BYTES
-                self._make_pool(self._run_dir.pool(rank), slots_bytes, self._run_dir.instance, reach)
+                place = {"node": self._gpus[rank].numa_node} if self._gpus else {}
+                told = self._make_pool(self._run_dir.pool(rank), slots_bytes, self._run_dir.instance, reach, **place)
+                if told:
+                    log.warning("the pool of rank %d: %s", rank, told)
         finally:
             progress.close()
 

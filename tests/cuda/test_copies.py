@@ -311,11 +311,20 @@ def test_what_a_gpu_cannot_do_is_told_at_its_opening(
     device.close()
 
 
-def test_a_driver_that_knows_no_numa_node_is_no_hindrance(stub: Stub) -> None:
-    stub.control("cuDeviceGetAttribute fail 1 times 1")
-    device = CudaDevice(library=stub.path)
-    assert device.caps.numa_node == -1
-    device.close()
+@pytest.mark.parametrize("control", ["cuDeviceGetAttribute fail 1 times 1", "attr 134 -1"])
+def test_where_the_driver_knows_no_numa_node_the_bus_is_asked(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: str
+) -> None:
+    """Case 97. Neither knowing it is no hindrance."""
+    monkeypatch.setattr("kvferry.gpu_worker.devices.cuda_gpu.PCI_DEVICES", tmp_path)
+    place = tmp_path / "0000:3b:00.0"  # in lower case, as /sys has it; the driver says 3B
+    for content, node in (("1\n", 1), ("-1\n", -1), ("", -1)):
+        place.mkdir(exist_ok=True)
+        (place / "numa_node").write_text(content)
+        stub.control(control)
+        device = CudaDevice(library=stub.path)
+        assert device.caps.numa_node == node
+        device.close()
 
 
 def test_a_read_that_fails_is_a_refusal_and_one_that_hangs_is_the_end(
