@@ -5,7 +5,7 @@ BIN := .venv/bin
 VLLM := .venv-vllm/bin
 PIP := install --quiet --disable-pip-version-check
 
-.PHONY: help setup check format test demo demo-vllm test-vllm test-docker chaos faults up voyage voyages bench-vllm clean
+.PHONY: help setup check format test demo demo-vllm test-vllm test-docker chaos faults gpu-check up voyage voyages bench-vllm clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*## */\t/' | expand -t 14
@@ -64,6 +64,9 @@ chaos: .venv-vllm/ready ## ten minutes of a real vLLM under load while everythin
 faults: setup ## the table of all faults, and the long drills (some twenty minutes)
 	@$(BIN)/python -m tests.process.fault_table
 	@$(BIN)/python -m pytest -m faults tests/process
+
+gpu-check: setup ## play the check for GPU machines on shared memory (on a GPU: kvferry gpu-check)
+	@$(BIN)/kvferry gpu-check --device cpu
 
 up: setup ## start a sidecar for one engine on this machine (Ctrl-C ends it)
 	@$(BIN)/kvferry up --tp-size 1 --host-memory 4GiB --device cpu

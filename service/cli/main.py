@@ -12,7 +12,7 @@ from typing import Final
 
 from kvferry.proto.errors import ConfigError, KvferryError
 
-COMMANDS: Final = ("up", "status", "reset", "drain", "down", "demo", "version")
+COMMANDS: Final = ("up", "status", "reset", "drain", "down", "gpu-check", "demo", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     # Imported here and not above: most of a short command's time is imports, and a Ctrl-C falls into it.
-    modules = {name: import_module(f"kvferry.cli.{name}") for name in COMMANDS}
+    modules = {name: import_module(f"kvferry.cli.{name.replace('-', '_')}") for name in COMMANDS}
     parser = argparse.ArgumentParser(
         prog="kvferry",
         description="A sidecar that keeps the KV cache of LLM inference servers beyond GPU memory.",
