@@ -132,6 +132,36 @@ def test_a_killed_engines_worker_is_gone_in_two_seconds_and_the_next_engine_load
     assert at_rest(sidecar)["slots"]["ready"] == 3
 
 
+def test_two_engines_share_one_pinned_pool_and_the_death_of_one_is_not_the_others(node: Node) -> None:
+    """Two workers pin one file, each loads what the other stored; one is killed while both copy."""
+    sidecar = node.up()
+    one = EngineProcess(sidecar.run_dir, node.stub.path, "one")
+    two = EngineProcess(sidecar.run_dir, node.stub.path, "two", "cuda_vmm_fd")
+    assert one.worker != two.worker
+    digests = {}
+    for number, engine in enumerate((one, two)):
+        engine.ask(fill=[1, 2, 3], seed=number)
+        digests[engine.pid] = engine.ask(bytes=[1, 2, 3])["digest"]
+        assert engine.ask(store=[1, 2, 3], text=f"of {number}") == {"outcome": "OK"}
+    assert two.ask(load=[4, 5, 6], text="of 0") == {"hits": 3, "ok": True}
+    assert two.ask(bytes=[4, 5, 6])["digest"] == digests[one.pid]
+    assert one.ask(load=[4, 5, 6], text="of 1") == {"hits": 3, "ok": True}
+    assert one.ask(bytes=[4, 5, 6])["digest"] == digests[two.pid]
+    node.steer("copy delay 200")
+    one.ask(begin=[7, 8], text="late")
+    two.ask(fill=[7, 8], seed=9)
+    due = two.ask(bytes=[7, 8])["digest"]
+    one.kill()
+    assert two.ask(store=[7, 8], text="whole") == {"outcome": "OK"}
+    until(lambda: not alive(one.worker), 3, "the end of the killed engine's worker")
+    node.steer()
+    assert two.ask(load=[10, 11], text="whole") == {"hits": 2, "ok": True}
+    assert two.ask(bytes=[10, 11])["digest"] == due
+    assert two.ask(worker=0)["pid"] == two.worker and sidecar.status()["workers_died"] == 0
+    two.kill()
+    until(lambda: not alive(two.worker), 3, "the end of the worker")
+
+
 def test_status_shows_the_gpu_what_is_pinned_and_how_marks_are_written(node: Node) -> None:
     sidecar = node.up()
     attached(node.engine(sidecar))
