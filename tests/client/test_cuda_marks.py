@@ -180,24 +180,28 @@ def test_another_thread_of_the_engine_is_given_the_context(page: Page, engine: F
         assert found == [Mark(word=2)]
 
 
-def test_a_page_that_the_device_may_still_write_to_stays_where_it_is(
-    page: Page, engine: FakeEngine, stub: Stub
+@pytest.mark.parametrize("wanted", [None, "host"])
+def test_what_the_device_has_not_come_to_stays_where_it_is(
+    page: Page, engine: FakeEngine, stub: Stub, wanted: MarkMode | None
 ) -> None:
-    """The end of an engine waits for no device."""
-    marks = page.marks()
+    """An engine that ends waits for no device: a page that is written to and an event to come end with its process."""
+    marks = page.marks(wanted)
     stub.control(STANDS_STILL)
     engine.launch()
-    marks.signal()
-    engine.now = 1
     marks.signal()
     start = time.monotonic()
     marks.close()
     assert time.monotonic() - start < 1
     assert marks in cuda_marks._left_behind
+    # This process goes on, and so gives back what another one's end would.
     stub.control("")
     engine.finish()
     cuda_marks._left_behind.remove(marks)
-    engine.driver.host_unregister(marks._address)
+    if wanted is None:
+        engine.driver.host_unregister(marks._address)
+    else:
+        assert marks.passed() == 1
+        engine.driver.event_destroy(marks._free.pop())
 
 
 # ---- with a rank client ------------------------------------------------------------------------------------

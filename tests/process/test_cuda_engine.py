@@ -134,6 +134,34 @@ def test_a_store_reads_what_the_gpu_wrote_before_the_mark_and_not_what_lay_there
         assert end.ok and engine.bytes_of([9]) == due
 
 
+@pytest.mark.parametrize("marks", ["word", "host"])
+def test_a_load_writes_when_the_gpu_is_through_with_its_blocks_and_not_before(
+    sidecar: Sidecar, gpu: FakeEngine, stub: Stub, marks: MarkMode
+) -> None:
+    """Case 3: clearing of fresh blocks that is still queued must not wipe what was loaded."""
+    with GpuEngine(sidecar, gpu, "cuda_ipc", None if marks == "word" else marks) as engine:
+        assert engine.client.wait_attached(10), engine.notes
+        keys = keys_of("a", 2)
+        engine.fill([1, 2], seed=1)
+        due = engine.bytes_of([1, 2])
+        assert engine.store("one", keys, [1, 2]) is Outcome.OK
+        engine.client.finish("one")
+        assert engine.hits("two", keys) == 2
+        stub.control("copy hang")
+        gpu.launch()  # what clears blocks 8 and 9, still running
+        ticket = engine.client.load("two", keys, [8, 9])
+        engine.step()
+        for _ in range(20):  # a worker that did not wait would have written by now
+            assert not engine.ranks[0].poll().loads
+            time.sleep(0.005)
+        assert not engine.arrays[0][8:10].any()
+        engine.arrays[0][8:10] = 0
+        stub.control("")
+        ends: list[Any] = []
+        until(lambda: ends.extend(engine.ranks[0].poll().loads) or ends, 10, "the load ends")
+        assert ends[0].ok and ends[0].ticket == ticket and engine.bytes_of([8, 9]) == due
+
+
 def test_a_new_worker_serves_the_same_memory_after_the_old_one_died(sidecar: Sidecar, gpu: FakeEngine) -> None:
     with GpuEngine(sidecar, gpu, "cuda_ipc", None) as engine:
         assert engine.client.wait_attached(10), engine.notes
