@@ -17,13 +17,14 @@ import socket
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from kvferry.gpu_worker.api import WorkerSettings
 from kvferry.gpu_worker.copies import Copies
 from kvferry.gpu_worker.core import WorkerCore
 from kvferry.gpu_worker.daemon_link import DaemonLink, LinkLost
 from kvferry.gpu_worker.devices.base import Device, DeviceLost
+from kvferry.gpu_worker.door import Door
 from kvferry.gpu_worker.loop import ANSWER_S, EXIT_LOST, Service
 from kvferry.gpu_worker.pool import Pool
 from kvferry.gpu_worker.rank_link import RankTether
@@ -31,12 +32,10 @@ from kvferry.gpu_worker.registration import RankMemory, take_up
 from kvferry.net.channel import Channel
 from kvferry.net.paths import RunDir
 from kvferry.proto.control import Attached, Drained, Refused, Welcome
-from kvferry.proto.errors import KvferryError, LostError, RemoteProtocolError
+from kvferry.proto.errors import KvferryError, LostError
 from kvferry.proto.tether import RankRegister, RankRegistered
 
 log = logging.getLogger("kvferry.worker")
-
-REGISTER_S: Final = 2.0  # a connection that shows nothing by then keeps others waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,7 @@ class Worker:
         self._options = options
         self._device = device
         self._control = Channel.inherited(options.control_fd)
-        self._listener: socket.socket | None = socket.socket(fileno=options.listen_fd)
-        self._listener.setblocking(False)
+        self._door = Door(socket.socket(fileno=options.listen_fd), options.rank)
         self._pool = Pool(options.run_dir.pool(options.rank))
         self._daemon: DaemonLink  # from when the pool is registered: a link that nobody looks after is given up
         self._tether: RankTether | None = None
@@ -113,61 +111,16 @@ class Worker:
             self._look_around()
 
     def _await_rank(self) -> RankRegister:
-        """Accept connections until one registers; its RankRegister. From then on nobody else is accepted."""
+        """Let in who knocks until one registers; its RankRegister. From then on nobody else is let in."""
         while True:
             self._wait(None)
             self._look_around()
-            tether = self._accept()
-            if tether is None:
-                continue
-            self._tether = tether
-            try:
-                register = self._first_message(tether)
-            except KvferryError as error:
-                # Not a rank of ours, or one that said nothing: the door stays open for the next.
-                log.warning("%s", error)
-                tether.refuse(error)
-                tether.close()
-                self._tether = None
-                continue
-            assert self._listener is not None
-            self._listener.close()
-            self._listener = None
-            self._control.send({"event": "taken", "engine": register.engine_id, "marks": register.mark_mode})
-            return register
-
-    def _accept(self) -> RankTether | None:
-        if self._listener is None or not self._daemon.is_open:
-            return None
-        try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return None  # another spare of this rank was faster
-        tether = RankTether(connection)
-        if tether.uid not in (os.getuid(), 0):
-            log.warning("refused a connection of user %d on the socket of rank %d", tether.uid, self._options.rank)
-            tether.close()
-            return None
-        if tether.ended:  # its process is gone already, whatever it may have written before
-            tether.close()
-            return None
-        return tether
-
-    def _first_message(self, tether: RankTether) -> RankRegister:
-        deadline = time.monotonic() + REGISTER_S
-        while True:
-            messages = tether.receive()
-            if messages:
-                first, *rest = messages
-                if not isinstance(first, RankRegister) or rest:
-                    raise RemoteProtocolError("message.unexpected", "a tether begins with rank.register alone")
-                return first
-            if tether.ended:
-                raise LostError("register.rank", "a connection ended before it registered")
-            if time.monotonic() >= deadline:
-                raise RemoteProtocolError("message.unexpected", f"no rank.register within {REGISTER_S:g} s")
-            self._wait(deadline)
-            self._look_around()
+            found = self._door.look(accepts=self._daemon.is_open)
+            if found is not None:
+                self._tether, register = found
+                self._door.close()
+                self._control.send({"event": "taken", "engine": register.engine_id, "marks": register.mark_mode})
+                return register
 
     def _admit(self, register: RankRegister) -> tuple[RankMemory, int]:
         """Map and check the rank's memory, ask the daemon, answer the rank; the memory and the slots to serve."""
@@ -271,15 +224,15 @@ class Worker:
         """Sleep until something may have happened or `deadline` (monotonic seconds) has come."""
         if self._daemon.has_news():
             return
-        dues = [due for due in (deadline, self._daemon.next_due_s()) if due is not None]
+        dues = [due for due in (deadline, self._daemon.next_due_s(), self._door.next_due_s()) if due is not None]
         timeout = max(min(dues) - time.monotonic(), 0) if dues else None
         fds: list[Any] = [*self._daemon.filenos, self._control]
         if self._tether is not None:
             # What a rank says before it is served waits in its socket.
-            if not self._tether.has_unread() or self._listener is not None:
+            if not self._tether.has_unread():
                 fds.append(self._tether)
-        elif self._listener is not None and self._daemon.is_open:
-            fds.append(self._listener)
+        else:
+            fds += self._door.filenos(accepts=self._daemon.is_open)
         select.select(fds, [], [], timeout)
 
     def _look_around(self) -> None:

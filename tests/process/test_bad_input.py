@@ -270,6 +270,16 @@ def test_one_that_connects_and_says_nothing_keeps_nobody_out_for_long(shared: Si
         assert time.monotonic() - started < 20
 
 
+def test_a_hundred_that_connect_and_say_nothing_keep_nobody_out(shared: Sidecar) -> None:
+    """Each of them alone may be silent for two seconds; a rank behind them does not wait for all of these."""
+    with contextlib.ExitStack() as crowd:
+        for _ in range(100):
+            silent = crowd.enter_context(socket.socket(socket.AF_UNIX))
+            silent.connect(str(RunDir.at(shared.run_dir).rank(0)))
+        with TinyEngine(shared, "behind the crowd", block_bytes=4096) as engine:
+            assert engine.client.wait_attached(60), engine.notes
+
+
 def test_hundreds_of_connections_without_a_word_do_not_stop_the_daemon(shared: Sidecar) -> None:
     crowd = []
     try:
