@@ -164,6 +164,7 @@ class WorkerCore:
             return
         if self._rank_lost:
             self._refuse(job, Outcome.ENGINE_GONE)
+            self._tickets.remember(job.ticket, Ending(job.job, job.kind, Outcome.ENGINE_GONE, is_told=False))
             return
         wrong = what_is_wrong(job, self._settings)
         if wrong:
@@ -318,7 +319,9 @@ class WorkerCore:
             self._reports.word(transfer.ticket, transfer.kind, outcome, wait_us, copy_us, failed)
         self._tickets.remember(transfer.ticket, Ending(transfer.job, transfer.kind, outcome, is_told))
         self._page.forget([transfer.ticket])
-        self._count(f"{transfer.kind.name.lower()}_{outcome.name.lower()}")
+        # Without its plan nobody here knows whether a begun ticket is a load or a store.
+        what = transfer.kind.name.lower() if transfer.job else "begin"
+        self._count(f"{what}_{outcome.name.lower()}")
 
     # ---- cancels and losses --------------------------------------------------------------------
 

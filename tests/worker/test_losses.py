@@ -46,6 +46,16 @@ def test_a_plan_that_comes_after_the_rank_was_lost_is_answered(bench):
     bench.begin(1)
     bench.cancel_tickets(1)
     assert bench.dones == [(101, Outcome.ENGINE_GONE)] and bench.words == []
+    bench.plan(1, STORE, [4])
+    assert len(bench.dones) == 1, "a repeated plan is counted and changes nothing"
+
+
+def test_a_begun_ticket_without_a_plan_is_counted_as_neither_kind(bench):
+    """Nobody here knows what it was to be; as a load it would be counted where it may have been a store."""
+    bench.begin(9)
+    bench.step(RankLost())
+    counters = bench.core.describe()["counters"]
+    assert counters == {"begin_engine_gone": 1}
 
 
 def test_begun_loads_outlive_the_daemon_and_nothing_else_does(bench):
