@@ -15,7 +15,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import (
@@ -36,6 +36,9 @@ ENV_PREFIX: Final = "KVFERRY_"
 OTHER_ENV: Final = frozenset({"KVFERRY_CONFIG"})
 # The least a rank's share can be: the pool file's own header page, and a slot of a header page and a payload page.
 MIN_RANK_BYTES: Final = 3 * limits.PAGE_BYTES
+
+SIZES: Final = ("host_memory", "in_flight")
+TIMES: Final = ("lease", "job_deadline", "load_deadline", "kill_grace")
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
@@ -86,7 +89,9 @@ class Settings(BaseSettings):
         (), description="the GPU of each rank, by UUID or number, with commas; default: rank r has visible GPU r"
     )
     lease: Seconds = Field(10.0, gt=0, le=3600, description="how long a lookup's hits stay pinned without a renewal")
-    lease_share: float = Field(0.5, gt=0, le=1, description="the part of the pool that leases may pin")
+    lease_share: float = Field(
+        0.5, gt=0, le=1, allow_inf_nan=False, description="the part of the pool that leases may pin"
+    )
     job_deadline: Seconds = Field(
         30.0, gt=0, le=3600, description="after this, and the time its bytes take, an accepted transfer is given up"
     )
@@ -213,8 +218,37 @@ def _named(
 
 
 def _fix(name: str) -> str:
+    """What to give in place of what cannot be."""
     field = Settings.model_fields[name]
-    return f"{name} is: {field.description} (default {describe_default(name)})"
+    if get_origin(field.annotation) is Literal:
+        return "give one of " + ", ".join(map(str, get_args(field.annotation)))
+    if field.annotation is bool:
+        return "give true or false"
+    if name == "run_dir":
+        return "name a directory that you may write, or leave it out for the default"
+    if name == "devices":
+        return "name each rank's GPU once, as 0,1 or by UUID (`nvidia-smi -L`), or leave it out"
+    low, high = _range(name)
+    if name in SIZES:
+        return f"give a size above 0, as 8GiB, 512MiB, 8GB or in bytes (default {describe_default(name)})"
+    if name in TIMES:
+        return (
+            f"give a time above 0, at most an hour, as 500ms, 10s, 2m or in seconds (default {describe_default(name)})"
+        )
+    return f"give a number {low} and {high} (default {describe_default(name)})"
+
+
+def _range(name: str) -> tuple[str, str]:
+    """The bounds of a number in words."""
+    low, high = "of any size", "of any size"
+    for bound in Settings.model_fields[name].metadata:
+        for word, text in (("ge", "of at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
+            value = getattr(bound, word, None)
+            if value is not None and word in ("ge", "gt"):
+                low = f"{text} {value:,}"
+            elif value is not None:
+                high = f"{text} {value:,}"
+    return low, high
 
 
 def describe_default(name: str) -> str:
@@ -222,9 +256,9 @@ def describe_default(name: str) -> str:
     default = Settings.model_fields[name].default
     if default == ():
         return "none"
-    if name in ("host_memory", "in_flight"):
+    if name in SIZES:
         return format_bytes(default).replace(".0 ", "")
-    if name in ("lease", "job_deadline", "load_deadline", "kill_grace"):
+    if name in TIMES:
         return f"{default:g}s"
     return str(default)
 

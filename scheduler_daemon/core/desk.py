@@ -30,13 +30,12 @@ from kvferry.scheduler_daemon.core.slots import Table
 class Drain:
     """A drain under way (`drain.py`)."""
 
-    began_ns: int
     end_ns: int  # of the budget of running stores
     cut: bool = False  # the budget is over: they were cancelled
     dropped: int = 0  # stores so cancelled
     announced: bool = False  # in the log, that all is at rest
     shell_waits: bool = False  # for AtRest
-    links: list[LinkId] = field(default_factory=list)  # that wait for an answer
+    links: list[tuple[LinkId, int]] = field(default_factory=list)  # that wait for an answer, and since when
 
 
 class Desk:

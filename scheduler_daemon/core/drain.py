@@ -21,7 +21,7 @@ def take_drain(desk: Desk, link: LinkId, ask: DrainAsk) -> None:
     if not ask.resume:
         begin(desk, ask.budget_ms * 1_000_000)
         assert desk.drain is not None
-        desk.drain.links.append(link)
+        desk.drain.links.append((link, desk.now_ns))
         return
     if desk.drain is not None:
         desk.out.append(Note("the drain was ended: work is admitted"))
@@ -43,7 +43,7 @@ def begin(desk: Desk, budget_ns: int) -> None:
     if desk.drain is not None:
         desk.drain.end_ns = min(desk.drain.end_ns, end_ns)
         return
-    desk.drain = Drain(began_ns=desk.now_ns, end_ns=end_ns)
+    desk.drain = Drain(end_ns=end_ns)
     for lease in list(desk.leases):
         desk.end_lease(lease)
     desk.counters.add("drains")
@@ -74,8 +74,8 @@ def look(desk: Desk) -> None:
 
 
 def _answer(desk: Desk, drain: Drain) -> None:
-    waited_ms = (desk.now_ns - drain.began_ns) // 1_000_000
-    for link in drain.links:
+    for link, asked_ns in drain.links:
         if link in desk.hellos:
+            waited_ms = (desk.now_ns - asked_ns) // 1_000_000  # since this one asked
             desk.send(link, DrainAnswer(dropped=drain.dropped, waited_ms=waited_ms))
     drain.links.clear()

@@ -10,8 +10,11 @@ from kvferry.net.peer import Peer
 from kvferry.proto.control import Control, Hello, Refused, StatusAnswer, StatusAsk
 from kvferry.proto.errors import LostError
 from kvferry.proto.ids import LinkId
+from kvferry.supervise import vitals
+from kvferry.supervise.pulse import STOPPED
 
 ANSWER_S: Final = 3.0
+STOPPED_S: Final = 0.5  # a process that is stopped for so long will not answer soon
 
 Answer = TypeVar("Answer", bound=Control)
 
@@ -27,10 +30,11 @@ def ask(run_dir: RunDir, question: Control, kind: type[Answer], timeout_s: float
     try:
         peer.send(Hello(role="admin", software="kvferry", pid=os.getpid()))
         peer.send(question)
-        end = time.monotonic() + timeout_s
-        while (left := end - time.monotonic()) > 0:
+        now = time.monotonic()
+        end, ran_at = now + timeout_s, now
+        while now < end and not peer.link.lost:
             peer.tick()
-            peer.wait(min(left, 0.05))
+            peer.wait(min(end - now, 0.05))
             for message in peer.receive():
                 if isinstance(message, kind):
                     return message
@@ -38,8 +42,30 @@ def ask(run_dir: RunDir, question: Control, kind: type[Answer], timeout_s: float
                     raise message.error()
             if peer.refusal is not None:
                 raise peer.refusal.error()
-            if not peer.alive:
+            if peer.closed:
                 raise LostError("daemon.lost", f"the daemon at {run_dir.path} went away; it is restarting or stopping")
+            now = time.monotonic()
+            if _state(peer.pid) != STOPPED:
+                ran_at = now
+            elif now - ran_at > STOPPED_S:
+                break  # waiting for its answer is waiting for nothing
+        raise _silence(run_dir, peer.pid, timeout_s)
     finally:
         peer.close()
-    raise LostError("daemon.lost", f"the daemon at {run_dir.path} gave no answer within {timeout_s:g} s")
+
+
+def _state(pid: int) -> str:
+    """What the daemon's thread does, as one letter; "" if that cannot be seen from here."""
+    seen = vitals.look(pid) if pid > 0 else None
+    return seen.state if seen is not None else ""
+
+
+def _silence(run_dir: RunDir, pid: int, timeout_s: float) -> LostError:
+    state = _state(pid)
+    if state == STOPPED:
+        text = f"the daemon at {run_dir.path} (pid {pid}) is stopped"
+    else:
+        who = f" (pid {pid}, state {state})" if state else ""
+        text = f"the daemon at {run_dir.path}{who} gave no answer within {timeout_s:g} s"
+    fix = "ask again in ten seconds: `kvferry up` kills and replaces one that hangs, and what is held stays"
+    return LostError("daemon.lost", text, fix)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any, Literal, get_args, get_origin
 
-from kvferry.settings import ENV_PREFIX, Settings, describe_default, load
+from kvferry.settings import ENV_PREFIX, SIZES, TIMES, Settings, describe_default, load
 
 
 def add_settings(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
@@ -37,5 +37,5 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def _metavar(name: str) -> str:
-    kinds = {"run_dir": "DIR", "host_memory": "SIZE", "in_flight": "SIZE", "devices": "GPU,GPU"}
-    return kinds.get(name, "TIME" if name in ("lease", "job_deadline", "load_deadline", "kill_grace") else "N")
+    kinds = {"run_dir": "DIR", "devices": "GPU,GPU", **dict.fromkeys(SIZES, "SIZE"), **dict.fromkeys(TIMES, "TIME")}
+    return kinds.get(name, "N")

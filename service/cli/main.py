@@ -38,13 +38,16 @@ def _run(argv: Sequence[str] | None) -> int:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parsers = {}
     for name, module in modules.items():
-        one = commands.add_parser(name, help=module.HELP, description=module.__doc__, allow_abbrev=False)
+        one = parsers[name] = commands.add_parser(
+            name, help=module.HELP, description=module.__doc__, allow_abbrev=False
+        )
         one.formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(one)
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command != "demo":
-        parser.error("unknown: " + " ".join(rest))
+        parsers[arguments.command].error("unknown: " + " ".join(rest))  # with the usage of this command
     arguments.rest = rest
     return int(modules[arguments.command].run(arguments))
 

@@ -57,6 +57,18 @@ def check_number(name: str, value: int, low: int, high: int) -> None:
         raise ArgumentError(f"{name} = {value} is outside {low}..{high}")
 
 
+def check_request(request: str) -> None:
+    """ArgumentError unless it is text: requests are found by it."""
+    if not isinstance(request, str):
+        raise ArgumentError(f"request is a {type(request).__name__}; it must be text")
+
+
+def check_ticket(ticket: int) -> None:
+    """ArgumentError unless it is an int; whose, and whether it is still open, is no mistake of the caller's."""
+    if not isinstance(ticket, int):
+        raise ArgumentError(f"ticket is a {type(ticket).__name__}; it must be the int that load or store gave")
+
+
 def key_column(keys: Sequence[bytes] | bytes, key_bytes: int, group: int) -> bytes:
     """Keys as one column; ArgumentError if one is no bytes, has another width, or the group cannot exist."""
     check_number("group", group, 0, limits.MAX_GROUPS - 1)

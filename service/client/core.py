@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, Final
 
-from kvferry.client.arguments import block_ids, check_salt, key_column, pairs, targets
+from kvferry.client.arguments import block_ids, check_request, check_salt, check_ticket, key_column, pairs, targets
 from kvferry.client.batch import Job, StepBatch
 from kvferry.client.lookups import MS, Lookups
 from kvferry.client.registration import ClientSettings, Registration, State
@@ -164,6 +164,7 @@ class ClientCore:
 
     def lookup(self, request: str, keys: Sequence[bytes] | bytes, now_ns: int, *, group: int = 0) -> None:
         """Ask how many leading keys are held; `hits` tells. A second call for the same request restarts it."""
+        check_request(request)
         column = key_column(keys, self.settings.key_bytes, group)
         self.counters.lookups += 1
         record = self._requests.of(request)
@@ -175,6 +176,7 @@ class ClientCore:
 
     def hits(self, request: str, now_ns: int) -> Hits:
         """What is known of the request's lookup; never waits."""
+        check_request(request)
         record = self._requests.get(request)
         if record is None or record.is_failed:
             return Hits(True)
@@ -198,6 +200,7 @@ class ClientCore:
         Only the common part of keys and blocks counts. The end is the ranks' word (`load_ended`). What cannot be
         sent is failed by the ranks at once.
         """
+        check_request(request)
         column, ids = targets(keys, blocks, self.settings.key_bytes, self.settings.num_blocks, group)
         record = self._requests.of(request)
         self.counters.loads += 1
@@ -227,6 +230,7 @@ class ClientCore:
 
         Only the common part of keys and blocks counts.
         """
+        check_request(request)
         column, ids = pairs(keys, blocks, self.settings.key_bytes, self.settings.num_blocks, group)
         if not ids:
             return 0
@@ -256,6 +260,7 @@ class ClientCore:
 
     def forget(self, request: str, now_ns: int) -> None:
         """Drop the request's lookup and lease without ending it."""
+        check_request(request)
         self._lookups.drop(request)
         self._gather_released(now_ns)
 
@@ -269,6 +274,7 @@ class ClientCore:
 
     def preempt(self, request: str, now_ns: int) -> None:
         """The request lost its blocks and comes back as a new attempt; its old stores stay with the old one."""
+        check_request(request)
         record = self._requests.get(request)
         self._lookups.drop(request, release=not self.is_registered)
         if record is not None:
@@ -277,6 +283,7 @@ class ClientCore:
 
     def cancel(self, ticket: int, now_ns: int) -> None:
         """Nobody wants this transfer any more. Unknown and ended tickets are harmless."""
+        check_ticket(ticket)
         if ticket in self._batch.stores:
             self._withdraw(ticket)
         elif ticket in self._batch.loads:
@@ -301,6 +308,7 @@ class ClientCore:
 
     def load_ended(self, ticket: int, ok: bool) -> None:
         """All ranks have given their word on this load."""
+        check_ticket(ticket)
         record = self._loading.pop(ticket, None)
         if record is None:
             self.counters.stale += 1
@@ -370,6 +378,7 @@ class ClientCore:
 
     # ---- deeds ---------------------------------------------------------------------------------------
     def _close_request(self, name: str, why: Ended, now_ns: int) -> None:
+        check_request(name)
         self._lookups.drop(name, release=not self.is_registered)
         record = self._requests.pop(name)
         if record is not None:

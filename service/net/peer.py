@@ -27,6 +27,7 @@ from kvferry.proto.schema import Message
 
 # First bytes on a daemon tether: which link it belongs to.
 TETHER_HELLO: Final = struct.Struct("<Q")
+_PEERCRED: Final = struct.Struct("3i")
 
 
 def context() -> "zmq.Context[zmq.Socket[bytes]]":
@@ -41,12 +42,16 @@ class Peer:
         self.link = Link(link)
         self.refusal: Refused | None = None  # why the other end closed the link, if it said so
         self.bad_messages = 0
+        self.pid = 0  # of the daemon; 0 if it is in another pid namespace
         self._now_ns = now_ns
         self._tether = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._tether.setblocking(False)
             self._tether.connect(str(run_dir.tether))
             self._tether.send(TETHER_HELLO.pack(link))
+            self.pid = _PEERCRED.unpack(self._tether.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))[
+                0
+            ]
         except OSError as error:
             self._tether.close()
             raise LostError("daemon.lost", f"no daemon at {run_dir.tether}: {error.strerror}") from None

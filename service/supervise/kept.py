@@ -98,10 +98,12 @@ def _fit(run_dir: RunDir, files: list[Path], tp_size: int | None, slots_bytes: i
         had, wanted = [[format_bytes(size + PAGE_BYTES) for size in sizes] for sizes in (found, [slots_bytes])]
         raise Unusable(f"its files have {', '.join(had)}, this sidecar's have {wanted[0]} a rank")
     with run_dir.table.open("rb") as file:
-        header = read_header(memoryview(file.read(HEADER_BYTES)))
+        page = file.read(HEADER_BYTES)
         nbytes = os.fstat(file.fileno()).st_size - HEADER_BYTES
+    header = read_header(memoryview(page.ljust(HEADER_BYTES, b"\0")))
     if header is None:
-        raise Unusable("nothing was stored in it")
+        # A table is zeroed when it is made, and gets its header with the first whole engine.
+        raise Unusable("its slot table cannot be read" if any(page) or nbytes > 0 else "nothing was stored in it")
     why = misfit(header, machine=machine_boot(), pool_bytes=tuple(found), table_bytes=nbytes)
     if why:
         raise Unusable(why)

@@ -356,6 +356,22 @@ def test_the_bounds_of_an_engine_are_those_of_the_wire() -> None:
         (lambda c: c.load("r", chain(1, 2, 3), [4, 5, 4]), "block 4 is named twice: 3 keys for 2 blocks"),
         (lambda c: c.written(["1"]), "blocks must be ints in a sequence: "),
         (lambda c: c.storing(None), "blocks must be ints in a sequence: "),
+        *(
+            (call, "request is a list; it must be text")
+            for call in (
+                lambda c: c.lookup(["r"], chain(1)),
+                lambda c: c.hits(["r"]),
+                lambda c: c.store(["r"], chain(1), [1]),
+                lambda c: c.load(["r"], chain(1), [1]),
+                lambda c: c.forget(["r"]),
+                lambda c: c.finish(["r"]),
+                lambda c: c.abort(["r"]),
+                lambda c: c.preempt(["r"]),
+            )
+        ),
+        (lambda c: c.finish(7), "request is a int; it must be text"),
+        (lambda c: c.cancel([1]), "ticket is a list; it must be the int that load or store gave"),
+        (lambda c: c.load_ended({}, True), "ticket is a dict; it must be the int that load or store gave"),
         (lambda c: c.rotate(bytes(257)), "salt has 257 bytes; at most 256 are allowed"),
     ],
 )

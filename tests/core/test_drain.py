@@ -102,6 +102,17 @@ def test_a_second_ask_is_answered_too_and_may_shorten_the_budget(world):
     assert len(world.heard(one, DrainAnswer)) == len(world.heard(two, DrainAnswer)) == 1
 
 
+def test_each_who_asked_is_told_how_long_it_waited_itself(world):
+    engine = world.engine()
+    job = engine.store(1, 1, [1], [1])
+    one = ask(world, budget_ms=60_000)
+    world.wait(3 * S)
+    two = ask(world, budget_ms=60_000)
+    world.wait(2 * S)
+    engine.finish(job)
+    assert [world.heard(link, DrainAnswer)[0].waited_ms for link in (one, two)] == [5000, 2000]
+
+
 def test_resume_admits_again_and_answers_who_still_waited(world):
     engine = world.engine()
     engine.hold([1], ticket=1)

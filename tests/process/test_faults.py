@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvferry import Outcome
+from kvferry.cli.ask import ask_status
+from kvferry.net.paths import RunDir
+from kvferry.proto.errors import LostError
 from tests.process.sidecar import Sidecar, alive, until
 from tests.process.tiny_engine import TinyEngine, keys_of
 
@@ -153,7 +156,10 @@ def test_a_stopped_daemon_or_spare_is_noticed_killed_and_replaced_and_the_worker
         [stopped] = [sidecar.daemon()] if victim == "daemon" else set(sidecar.workers(1)) - set(serving)
         os.kill(stopped, signal.SIGSTOP)
         began = time.monotonic()
-        if victim == "spare":
+        if victim == "daemon":
+            with pytest.raises(LostError, match=rf"\(pid {stopped}\) is stopped\n  fix: "):
+                ask_status(RunDir.at(sidecar.run_dir))
+        else:
             os.kill(engine.ranks[1].worker_pid, signal.SIGKILL)  # its rank now knocks where nobody opens
         until(lambda: not alive(stopped), 30, "the stopped one is killed")
         noticed = time.monotonic() - began

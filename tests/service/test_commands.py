@@ -39,3 +39,15 @@ def test_where_nothing_runs_a_command_says_so_in_one_line(
 ) -> None:
     assert main([*command, "--run-dir", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"no kvferry runs at {tmp_path}\n"
+
+
+@pytest.mark.parametrize("command", ["status", "up", "drain", "version"])
+def test_an_unknown_flag_is_told_with_the_usage_of_its_command(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        main([command, "--frobnicate"])
+    assert done.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: kvferry {command} ")
+    assert said.endswith(f"kvferry {command}: error: unknown: --frobnicate\n")

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.cli.main import main
 from kvferry.proto.errors import ConfigError
-from kvferry.settings import Settings, describe_default, load, unknown_environment
+from kvferry.settings import Settings, _fix, describe_default, load, unknown_environment
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +72,9 @@ def test_an_empty_run_dir_is_refused_but_for_the_variable(monkeypatch: pytest.Mo
         ('host_memory = "1MiB"\ntp_size = 64\nlease_share = 0\n', "settings.lease_share", ["greater than 0"]),
         ('device = "tpu"\n', "settings.device", ["'cpu'", "'tpu'"]),
         ('lease = "soon"\n', "settings.lease", ["500ms"]),
+        ("lease_share = nan\n", "settings.lease_share", ["nan", "above 0", "at most 1"]),
+        ("lease_share = inf\n", "settings.lease_share", ["inf"]),
+        ("kill_grace = nan\n", "settings.kill_grace", ["above 0"]),
         ("tp_size = \n", "settings.file", ["not TOML"]),
         ("[cache]\ntp_size = 2\n", "settings.unknown", ["cache"]),
     ],
@@ -84,6 +87,30 @@ def test_an_impossible_file_is_refused_by_name_with_both_values(
     assert error.value.code == code
     assert error.value.fix
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "fix"),
+    [
+        ("tp_size", "0", "give a number of at least 1 and at most 64 (default 1)"),
+        ("lease_share", "2", "give a number above 0 and at most 1 (default 0.5)"),
+        ("restarts", "-1", "give a number of at least 0 and at most 1,000,000 (default 5)"),
+        ("host_memory", "8G", "give a size above 0, as 8GiB, 512MiB, 8GB or in bytes (default 4GiB)"),
+        ("lease", "0", "give a time above 0, at most an hour, as 500ms, 10s, 2m or in seconds (default 10s)"),
+        ("device", "tpu", "give one of cpu, cuda"),
+        ("run_dir", "", "name a directory that you may write, or leave it out for the default"),
+        ("keep", "perhaps", "give true or false"),
+    ],
+)
+def test_the_fix_says_what_to_give_and_not_what_the_setting_is(setting: str, value: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load({setting: value})
+    assert error.value.fix == fix
+
+
+def test_every_setting_has_a_fix_of_its_kind() -> None:
+    for name in Settings.model_fields:
+        assert _fix(name).startswith(("give ", "name ")) and "any size" not in _fix(name), name
 
 
 def test_a_missing_file_is_refused_when_it_was_asked_for() -> None:

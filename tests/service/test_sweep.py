@@ -85,6 +85,12 @@ def take_a_pool(run_dir: RunDir) -> None:
     run_dir.pool(0).unlink()
 
 
+def empty_the_table(run_dir: RunDir) -> None:
+    """Its header is gone, its records are there."""
+    with run_dir.table.open("r+b") as file:
+        file.write(bytes(4096))
+
+
 def garble_the_header(run_dir: RunDir) -> None:
     with run_dir.table.open("r+b") as file:
         file.write(np.full(4096, 7, dtype=np.uint8).tobytes())
@@ -99,7 +105,8 @@ def garble_the_header(run_dir: RunDir) -> None:
         (garble_a_pool, 2, SLOTS_BYTES, "is no pool file of format 1"),
         (take_the_table, 2, SLOTS_BYTES, "there is no slot table beside it"),
         (take_a_pool, 2, SLOTS_BYTES, "-r0 is missing"),
-        (garble_the_header, 2, SLOTS_BYTES, "nothing was stored in it"),
+        (garble_the_header, 2, SLOTS_BYTES, "its slot table cannot be read"),
+        (empty_the_table, 2, SLOTS_BYTES, "its slot table cannot be read"),
     ],
 )
 def test_what_does_not_fit_goes_with_one_line_that_says_why(
@@ -197,3 +204,9 @@ def test_anybody_else_is_refused_with_the_pid_and_left_alive(run_dir: RunDir, mo
         assert process.poll() is None
         assert len(files(run_dir)) == 3
         process.kill()
+
+
+def test_a_table_that_no_engine_has_filled_is_no_damage(run_dir: RunDir) -> None:
+    leave(run_dir, shape=False)
+    found = kept.look(run_dir)
+    assert found is not None and found.unusable == "nothing was stored in it"
