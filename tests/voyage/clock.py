@@ -53,10 +53,13 @@ class Party:
     def __init__(self, clock: Clock, offset_ns: int = 0, ppm: int = 0) -> None:
         self.ended = False
         self.stopped = False
+        self.starved = False  # it stands still for want of a processor, not by a signal
+        self.is_awake_clock = False  # its clock leaves out what it stood through (`kvferry.net.awake`)
         self.went_on_ns = 0  # true time at which it was last let go on; 0: it never stood still
         self._clock = clock
         self._offset_ns = offset_ns
         self._rate = 1_000_000 + ppm
+        self._stopped_ns = 0  # true time at which it was stopped
         self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
 
     @property
@@ -82,16 +85,20 @@ class Party:
         else:
             deed(*args)
 
-    def stop(self) -> None:
-        """SIGSTOP."""
-        self.stopped = True
+    def stop(self, *, starved: bool = False) -> None:
+        """SIGSTOP; or no processor, which looks otherwise from outside and feels the same."""
+        if not self.stopped:
+            self._stopped_ns = self._clock.now_ns
+        self.stopped, self.starved = True, starved
 
     def go_on(self) -> None:
         """SIGCONT: what has come meanwhile is done, in its order."""
         if not self.stopped:
             return
-        self.stopped = False
+        self.stopped = self.starved = False
         self.went_on_ns = self._clock.now_ns
+        if self.is_awake_clock:
+            self._offset_ns -= (self.went_on_ns - self._stopped_ns) * self._rate // 1_000_000
         while self._waiting:
             deed, args = self._waiting.popleft()
             self._clock.after(0, self.run, deed, *args)

@@ -47,6 +47,7 @@ class Daemon:
         self.settings = settings
         self.links: dict[int, LinkEnd] = {}
         self.steps = 0
+        self.is_listed = False  # it has heard who outlived the last one
         self.fuse: int | None = None  # actions that are still carried out before the end
         self.dies_amid = False  # the next time that it writes records
         self._log = log

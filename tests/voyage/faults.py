@@ -2,7 +2,7 @@
 
     engine's step ──now and then──▶ strike, a little later ──▶ one deed of this seed's kinds
 
-About half of all seeds have none but the weather's. The others have one to four kinds, each a method below.
+About half of all seeds have none but the weather's. The others have one to five kinds, each a method below.
 Whatever is stopped goes on again and whatever was killed is started again, so that afterwards all must come to rest.
 """
 
@@ -34,6 +34,11 @@ class Faults:
         kinds: dict[str, Callable[[], None]] = {
             "daemon_crash": self._crash_daemon,
             "daemon_crash_within": self._burn_daemon,
+            "daemon_stall": self._stall_daemon,
+            "daemon_hang": self._hang_daemon,
+            "spare_hang": self._hang_spare,
+            "supervisor_stall": self._stall_supervisor,
+            "sidecar_stall": self._stall_sidecar,
             "worker_crash": self._crash_worker,
             "worker_stall": self._stall_worker,
             "worker_hang": self._hang_worker,
@@ -51,7 +56,7 @@ class Faults:
         }
         self.kinds: list[str] = []
         if rng.random() < 0.55:
-            self.kinds = sorted(rng.sample(list(kinds), rng.randrange(1, 5)))
+            self.kinds = sorted(rng.sample(list(kinds), rng.randrange(1, 6)))
         self._deeds = [kinds[kind] for kind in self.kinds]
         self._wanted = rng.randrange(2, 7)
         self._left = 2 * self._wanted
@@ -65,9 +70,16 @@ class Faults:
         return "worker_hang" in self.kinds
 
     @property
+    def are_stands(self) -> bool:
+        """Whether those stand still of whom only the supervisor takes notice, or the supervisor itself."""
+        stands = {"daemon_stall", "daemon_hang", "spare_hang", "supervisor_stall", "sidecar_stall"}
+        return not stands.isdisjoint(self.kinds)
+
+    @property
     def are_restarts(self) -> bool:
         """Whether daemons die and their table is read again."""
-        return not {"daemon_crash", "daemon_crash_within", "sidecar_crash"}.isdisjoint(self.kinds)
+        deaths = {"daemon_crash", "daemon_crash_within", "daemon_hang", "daemon_stall", "sidecar_crash"}
+        return not deaths.isdisjoint(self.kinds)
 
     def begin(self, num_steps: int) -> None:
         """The engines will make this many steps; in the first of them nothing happens."""
@@ -130,6 +142,38 @@ class Faults:
         else:
             daemon.fuse = self._rng.randrange(0, 12)
 
+    def _stall_daemon(self) -> None:
+        """It stands still and goes on, for want of a processor or by a signal; a long one by a signal is its end."""
+        daemon = self._voyage.sidecar.daemon
+        if daemon is not None:
+            longest = self._rng.choice((50 * MS, 500 * MS, 3 * S))
+            self._stall(daemon.party, self._rng.randrange(1 * MS, longest), starved=self._rng.random() < 0.5)
+
+    def _hang_daemon(self) -> None:
+        """It never goes on by itself."""
+        daemon = self._voyage.sidecar.daemon
+        if daemon is not None:
+            daemon.party.stop()
+
+    def _hang_spare(self) -> None:
+        spares = [w for w in self._voyage.sidecar.workers.values() if w.side is None and not w.party.ended]
+        if spares:
+            self._rng.choice(spares).party.stop()
+
+    def _stall_supervisor(self) -> None:
+        self._stall(self._voyage.sidecar.party, self._rng.randrange(1 * MS, self._rng.choice((150 * MS, 4 * S))))
+
+    def _stall_sidecar(self) -> None:
+        """All of it at once, and all go on at once: a container that is paused."""
+        sidecar = self._voyage.sidecar
+        parties = [sidecar.party, *(w.party for w in sidecar.workers.values())]
+        if sidecar.daemon is not None:
+            parties.append(sidecar.daemon.party)
+        for_ns = self._rng.randrange(1 * MS, self._rng.choice((150 * MS, 4 * S)))
+        self._rng.shuffle(parties)
+        for party in parties:
+            self._stall(party, for_ns)
+
     def _worker(self) -> Worker | None:
         living = [w for w in self._voyage.sidecar.workers.values() if not w.party.ended and w.core is not None]
         busy = [w for w in living if w.copies or w.copier.busy]
@@ -170,8 +214,10 @@ class Faults:
         ranks = self._voyage.all_ranks
         return self._rng.choice(ranks) if ranks else None
 
-    def _stall(self, party: Party, for_ns: int) -> None:
-        party.stop()
+    def _stall(self, party: Party, for_ns: int, *, starved: bool = False) -> None:
+        if party.stopped:  # whatever it was stopped by lasts
+            return
+        party.stop(starved=starved)
         self._voyage.clock.after(for_ns, party.go_on)
 
     def _stall_client(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 from .voyage import Voyage, sail
 
 MOST_SEEDS = 800
-MOST_DRAWN = 4000
+MOST_DRAWN = 12000
 Plant = Callable[[pytest.MonkeyPatch], Any]
 
 

@@ -1,11 +1,12 @@
-"""The sidecar as a whole: the supervisor, one daemon at a time, the workers, and the table that outlives them.
+"""The sidecar as a whole: the real supervisor core behind a simulated shell, one daemon at a time, the workers, and the
+table that outlives them.
 
-    Sidecar ──starts──▶ Daemon (a boot) ◀──links── workers, clients
-       │ ───starts──▶ Worker (a spare for each rank, always)
-       └─ after each death: reap ─▶ WorkerReaped to the daemon, proof to the rank; another one starts
+    Supervisor ──SpawnDaemon──▶ Daemon (a boot) ◀──links── workers, clients
+       │ ───────SpawnWorker──▶ Worker (a spare for each rank, always)
+       │ ◀──Ready, Taken, Answered, Exited── what children say, and their deaths, a little later
+       └─── Tell, Look, Kill ───▶ to a child; a look sees whether it stands still
 
-The supervisor's own rules are kept: a new daemon is told first of all who lives; a reap is told after the death;
-a killed worker's rank finds the next spare by itself.
+The supervisor is a process as the others: it may be stopped, and what has come meanwhile it does when it goes on.
 """
 
 import random
@@ -13,8 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from kvferry.proto.ids import WorkerId
 from kvferry.scheduler_daemon.core import api as daemon_api
 from kvferry.scheduler_daemon.core.slots import Table
+from kvferry.supervise import api as up
+from kvferry.supervise.core import Supervisor
+from kvferry.supervise.state import Rules
 
 from .clock import MS, US, Clock, Party, S
 from .daemon import Daemon
@@ -43,8 +48,10 @@ class Sidecar:
         worker_settings: tuple[dict[str, Any], dict[str, Any]],
         echo_share: float,
         draw_party: Callable[[], Party],
+        beat_ns: int,
     ) -> None:
         self.daemon: Daemon | None = None
+        self.party: Party  # the supervisor's
         self.workers: dict[int, Worker] = {}  # started and not yet reaped
         self.boots = self.deaths = self.kills = self.steps = 0
         self.tears = False  # whether a dying daemon may leave a torn record
@@ -59,44 +66,153 @@ class Sidecar:
         self._worker_settings = worker_settings
         self._echo_share = echo_share
         self._draw_party = draw_party
-        self._is_down = False  # the supervisor too
+        self._rules = Rules(
+            len(pools), restarts=1 << 30, backoff_ns=rng.randrange(1 * MS, 60 * MS), beat_ns=beat_ns, late_ns=beat_ns
+        )
+        self._answer_ns = rng.choice(((10 * US, 2 * MS), (10 * MS, 60 * MS)))  # from a ping to its answer
+        self._core: Supervisor | None = None  # None: the supervisor is dead too
+        self._of_daemon = 0  # the daemon as the core names it
+        self._wanted: set[int] = set()  # workers whose death the daemon wants
+        self._unheard: list[int] = []  # workers whose reap the daemon has not heard of yet
+        self._armed_ns: int | None = None
         self.start()
+
+    # ---- the supervisor's shell -------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """`kvferry up`, until it serves."""
+        self.party = self._draw_party()
+        self._armed_ns = None
+        rng = random.Random(self._rng.getrandbits(64))
+        self._core = core = Supervisor(self._rules, lambda: rng.getrandbits(63) | 1)
+        self._do(core, up.Begin())
+        for child in list(core.children):
+            self._do(core, up.Ready(child))
+
+    def _hear(self, delay_ns: int, event: up.Event) -> None:
+        """Something reaches the supervisor of now; whoever comes after it never hears of it."""
+        if self._core is not None:
+            self._clock.after(delay_ns, self.party.run, self._do, self._core, event)
+
+    def _do(self, core: Supervisor, event: up.Event) -> None:
+        if core is not self._core:
+            return
+        for action in core.step(event, self.party.now_ns):
+            self._carry_out(core, action)
+        due = core.next_due_ns()
+        if core is self._core and due is not None and (self._armed_ns is None or due < self._armed_ns):
+            self._armed_ns = due
+            self.party.at(due, self._tick, core, due)
+
+    def _tick(self, core: Supervisor, armed_ns: int) -> None:
+        if core is self._core and self._armed_ns == armed_ns:
+            self._armed_ns = None
+            self._do(core, up.TimePassed())
+
+    def _carry_out(self, core: Supervisor, action: up.Action) -> None:
+        rng = self._rng
+        match action:
+            case up.SpawnDaemon(child):
+                self._start_daemon(child)
+                self._do(core, up.Spawned(child, child & 0xFFFF | 1))
+                self._hear(rng.randrange(100 * US, 5 * MS), up.Ready(child))
+            case up.SpawnWorker(child, rank):
+                self._start_worker(child, rank)
+                self._do(core, up.Spawned(child, child & 0xFFFF | 1))
+                self._hear(rng.randrange(1 * MS, 20 * MS), up.Ready(child))
+            case up.Tell(child, message):
+                self._tell(child, message)
+            case up.Look(child):
+                self._do(core, up.Seen(child, self._look(child)))
+            case up.Kill(child):
+                self._check_kill(core.children[child].kill_why, child)
+                self.kills += 1
+                self._clock.after(rng.randrange(100 * US, 5 * MS), self._kill, child)
+            case up.TellReady() | up.Note():
+                self._log("supervisor", "{}", action)
+            case _:
+                raise Broken(f"liveness: the supervisor wants {action}")
+
+    def _party(self, child: int) -> Party | None:
+        """The process of this child, dead ones too; None if it is not known any more."""
+        if child == self._of_daemon:
+            return self.daemon.party if self.daemon is not None else None
+        worker = self.workers.get(child)
+        return worker.party if worker is not None else None
+
+    def _tell(self, child: int, message: dict[str, Any]) -> None:
+        party, daemon = self._party(child), self.daemon
+        if party is None:
+            return
+        match message["event"]:
+            case "ping":
+                core = self._core
+                party.after(self._rng.randrange(*self._answer_ns), self._answer, core, child)
+            case "workers" if daemon is not None and not daemon.is_listed:
+                daemon.is_listed = True
+                daemon.step(daemon_api.WorkersListed(tuple(w["worker"] for w in message["workers"])))
+            case "reaped" if daemon is not None:
+                party.run(self._tell_reaped, daemon, message["worker"])
+
+    def _tell_reaped(self, daemon: Daemon, worker: int) -> None:
+        self._bury(worker)
+        daemon.step(daemon_api.WorkerReaped(WorkerId(worker)))
+
+    def _bury(self, worker: int) -> None:
+        """From here on the books count it as dead: with the daemon's, who may stand still and hear of it later."""
+        if worker in self._unheard:
+            self._unheard.remove(worker)
+            self._ledger.reaped(worker)
+
+    def _answer(self, core: Supervisor, child: int) -> None:
+        if core is self._core:
+            self._hear(self._rng.randrange(10 * US, 200 * US), up.Answered(child))
+
+    def _look(self, child: int) -> up.Vitals | None:
+        party = self._party(child)
+        if party is None or party.ended:
+            return None
+        return up.Vitals("R" if party.starved else "T" if party.stopped else "S", 0, 0)
+
+    def _check_kill(self, why: str, child: int) -> None:
+        party = self._party(child)
+        if child in self._wanted or party is None or party.ended:
+            return
+        if party.starved or not party.stopped:
+            raise Broken(f"liveness: the supervisor kills {child:x}, which lives: {why}")
+
+    def _kill(self, child: int) -> None:
+        if child == self._of_daemon:
+            self.crash_daemon()
+        elif child in self.workers:
+            self.crash_worker(self.workers[child])
 
     # ---- starting ---------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """`kvferry up`: a daemon, and a spare for each rank."""
-        self._is_down = False
-        self._start_daemon()
-        for rank in range(len(self._pools)):
-            self._start_spare(rank)
-
-    def _start_daemon(self) -> None:
-        if self._is_down or self.daemon is not None:
-            return
+    def _start_daemon(self, child: int) -> None:
         rng = self._rng
         boot = rng.getrandbits(63) | 1
         self._log("sidecar", "starts daemon {:x}", boot)
         self.boots += 1
+        self._of_daemon = child
+        party = self._draw_party()
+        party.is_awake_clock = True
         self.daemon = Daemon(
-            self._draw_party(),
+            party,
             self._log,
             self._ledger,
             replace(self._settings, boot=boot),
             self._table,
             Echo(random.Random(rng.getrandbits(64)), self._echo_share),
-            self._kill,
+            self._want_dead,
             self.crash_daemon,
         )
-        self.daemon.step(daemon_api.WorkersListed(tuple(self.workers)))
 
-    def _start_spare(self, rank: int) -> None:
-        if self._is_down or any(w.rank == rank and w.side is None for w in self.workers.values()):
-            return
+    def _start_worker(self, child: int, rank: int) -> None:
         rng = self._rng
         core, copier = self._worker_settings
         worker = Worker(
-            rng.getrandbits(63) | 1,
+            child,
             rank,
             self._draw_party(),
             self._log,
@@ -112,8 +228,8 @@ class Sidecar:
         self._log("sidecar", "starts {}", worker.name)
 
     def taken(self, worker: Worker) -> None:
-        """A spare serves a rank now: the next one is started."""
-        self._clock.after(self._rng.randrange(1 * MS, 20 * MS), self._start_spare, worker.rank)
+        """A spare serves a rank now."""
+        self._hear(self._rng.randrange(100 * US, 20 * MS), up.Taken(worker.id, "an engine"))
 
     # ---- meeting ----------------------------------------------------------------------------------------
 
@@ -149,42 +265,51 @@ class Sidecar:
         self.deaths += 1
         self.steps += daemon.steps
         daemon.party.end()
+        for worker in list(self._unheard):
+            self._bury(worker)
         for end in daemon.links.values():
             end.sever()
         unsure = self._table.change_in_part(before, self._rng) if before is not None else set()
         torn = self._table.tear(self._rng) if self.tears and self._rng.random() < 0.5 else None
         self._log("sidecar", "torn record: {}, half written: {}", torn, sorted(unsure))
         self._ledger.daemon_died(torn, unsure)
-        self._clock.after(self._rng.randrange(100 * US, 60 * MS), self._start_daemon)
+        self._hear(self._rng.randrange(100 * US, 60 * MS), up.Exited(self._of_daemon, -9))
 
-    def crash_worker(self, worker: Worker) -> None:
+    def crash_worker(self, worker: Worker, status: int = -9) -> None:
         """A worker's process has ended, whatever the reason; then it is reaped."""
         if worker.party.ended:
             return
         self._log("sidecar", "{} is dead", worker.name)
         self.deaths += 1
         worker.die()
-        self._clock.after(self._rng.randrange(10 * US, 20 * MS), self._reap, worker)
+        reaper = self.party if self._core is not None else Party(self._clock)  # the kernel's, for orphans
+        self._clock.after(self._rng.randrange(10 * US, 20 * MS), reaper.run, self._reap, worker, status)
         if worker.side is not None and worker.tether is not None:
             # The proof comes after all that was written before the death.
             seen_ns = max(worker.tether.all_come_ns, self._clock.now_ns) + self._rng.randrange(10 * US, 50 * MS)
             self._clock.at(seen_ns, worker.side.party.run, worker.side.prove, worker)
 
-    def _reap(self, worker: Worker) -> None:
+    def _reap(self, worker: Worker, status: int) -> None:
         if self.workers.pop(worker.id, None) is None:
             return
         self._log("sidecar", "{} is reaped", worker.name)
-        self._ledger.reaped(worker.id)
-        if self.daemon is not None:
-            self.daemon.step(daemon_api.WorkerReaped(worker.id))
-        self._clock.after(self._rng.randrange(1 * MS, 20 * MS), self._start_spare, worker.rank)
+        self._unheard.append(worker.id)
+        if self._core is not None:
+            self._do(self._core, up.Exited(worker.id, status))
+        if self.daemon is None:
+            self._bury(worker.id)
 
     def crash_all(self) -> None:
         """SIGKILL of the whole tree; `kvferry up` again once nobody of the old one is left."""
+        if self._core is None:
+            return
         self._log("sidecar", "is killed as a whole")
-        self._is_down = True
+        self._core = None
+        self.party.end()
         self.crash_daemon()
         for worker in list(self.workers.values()):
+            if worker.party.ended:  # dead, and its reaper is now dead too
+                self._clock.after(self._rng.randrange(10 * US, 20 * MS), self._reap, worker, -9)
             self.crash_worker(worker)
         self._clock.after(self._rng.randrange(20 * MS, 100 * MS), self._start_again)
 
@@ -194,16 +319,16 @@ class Sidecar:
         else:
             self.start()
 
-    def _kill(self, worker_id: int, why: str) -> None:
+    def _want_dead(self, worker_id: int, why: str) -> None:
+        """The daemon's wish."""
         worker = self.workers.get(worker_id)
-        if worker is None:
-            return
-        party = worker.party
-        recently = party.went_on_ns and self._clock.now_ns - party.went_on_ns < 2 * S
-        if not (party.stopped or party.ended or recently or self._settings.grace_ns < 5 * S):
-            raise Broken(f"the daemon kills {worker.name}, which was owing nothing for long: {why}")
-        self.kills += 1
-        self._clock.after(self._rng.randrange(100 * US, 5 * MS), self.crash_worker, worker)
+        if worker is not None:
+            party = worker.party
+            recently = party.went_on_ns and self._clock.now_ns - party.went_on_ns < 2 * S
+            if not (party.stopped or party.ended or recently or self._settings.grace_ns < 5 * S):
+                raise Broken(f"the daemon kills {worker.name}, which was owing nothing for long: {why}")
+        self._wanted.add(worker_id)
+        self._hear(self._rng.randrange(10 * US, 1 * MS), up.KillWanted(worker_id, why))
 
     # ---- resting ----------------------------------------------------------------------------------------
 
@@ -211,6 +336,9 @@ class Sidecar:
         """I6 of the sidecar."""
         if self.daemon is None:
             raise Broken("liveness: no daemon runs")
+        standing = [w.name for w in self.workers.values() if w.party.stopped and w.side is None]
+        if self.daemon.party.stopped or standing:
+            raise Broken(f"liveness: somebody hangs and is not replaced: {standing or 'the daemon'}")
         self.daemon.check_rest()
         for worker in self.workers.values():
             if worker.party.ended:

@@ -100,6 +100,8 @@ class Voyage:
             (worker_settings, copier),
             self._echo_share,
             self._draw_party,
+            # Often enough that a hang is met within a voyage; without one, nobody waits for a beat.
+            100 * MS if self.faults.are_stands else 1 * S,
         )
         self.sidecar.tears = rng.random() < 0.5
         for _ in range(num_engines):

@@ -384,7 +384,7 @@ class Worker:
         self._log(self.name, "exits")
         if self.standing == "serving":
             self._send(RankGone())
-        self._sidecar.crash_worker(self)
+        self._sidecar.crash_worker(self, 0)
 
     def die(self) -> None:
         """The process is gone: nothing moves, nothing is said any more."""
