@@ -25,7 +25,6 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from kvferry.cuda.driver import LIBRARY, CudaError, Driver
-from kvferry.cuda.library import SUCCESS
 from kvferry.cuda.structs import EVENT_DISABLE_TIMING
 from kvferry.gpu_worker.devices.base import (
     MAX_IN_FLIGHT,
@@ -85,15 +84,16 @@ class CudaDevice:
         self._idle.set()
         self._is_closed = False
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lanes: dict[Kind, Lane] = {}
         try:
             context = driver.retain_context(self._gpu.device)
             driver.use(context)
-            self._lanes = {
-                kind: Lane(driver, context, kind, self._ended, use_batch=use_batch, copy_flags=copy_flags)
-                for kind in Kind
-            }
+            for kind in Kind:
+                self._lanes[kind] = Lane(driver, context, kind, self._ended, use_batch=use_batch, copy_flags=copy_flags)
             self._read_event = driver.event_create(EVENT_DISABLE_TIMING)
         except CudaError as error:
+            for lane in self._lanes.values():
+                lane.stop()
             os.close(self._eventfd)
             raise ConfigError(
                 "device.open",
@@ -240,9 +240,9 @@ class CudaDevice:
 
     # ---- the end of a batch, on a waiter's thread ------------------------------------------------
 
-    def _ended(self, lane: Lane, batch: Batch, result: int) -> None:
-        if result != SUCCESS:
-            self._lose(lost(self._driver.error("cuEventSynchronize", result)))
+    def _ended(self, lane: Lane, batch: Batch, error: CudaError | None) -> None:
+        if error is not None:
+            self._lose(lost(error))
             return
         done = Done(
             batch.token, not batch.error, batch.error, batch.nbytes, batch.submitted_ns, time.monotonic_ns()

@@ -1,6 +1,6 @@
 """One direction of copies: a stream, its events, and the thread that waits for them.
 
-    submit ─▶ cuMemcpyBatchAsync ─▶ cuEventRecord ─▶ queue ─▶ waiter: cuEventSynchronize ─▶ ended(batch, result)
+    submit ─▶ cuMemcpyBatchAsync ─▶ cuEventRecord ─▶ queue ─▶ waiter: cuEventSynchronize ─▶ ended(batch, error)
     (loop)    or cuMemcpyAsync n times                        (sleeps in the driver, the interpreter's lock free)
 
 The end of a batch is its event and nothing else. A call that fails may have queued a part of its batch: the
@@ -55,7 +55,7 @@ class Lane:
         driver: Driver,
         context: int,
         kind: Kind,
-        ended: Callable[["Lane", Batch, int], None],
+        ended: Callable[["Lane", Batch, CudaError | None], None],
         *,
         use_batch: bool,
         copy_flags: int = 0,
@@ -128,13 +128,18 @@ class Lane:
 
     def _wait(self) -> None:
         """The waiter's thread."""
-        result = self._driver.ask("cuCtxSetCurrent", self._context)
+        error: CudaError | None = None
+        try:
+            self._driver.use(self._context)
+        except CudaError as refused:
+            error = refused
         while (batch := self._queue.get()) is not None:
-            if result == SUCCESS:
+            if error is None:
                 result = self._driver.event_wait(batch.event)
-            if result == SUCCESS:
+                error = None if result == SUCCESS else self._driver.error("cuEventSynchronize", result)
+            if error is None:
                 self._events.append(batch.event)
-            self._ended(self, batch, result)
+            self._ended(self, batch, error)
 
 
 def lost(error: CudaError) -> DeviceLost:

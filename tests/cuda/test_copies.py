@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.gpu_worker.devices.base import MAX_DESCRIPTORS, CopyPlan, DeviceLost, Done, HandleError, Mapping
+from kvferry.gpu_worker.devices.base import (
+    MAX_DESCRIPTORS,
+    CapacityError,
+    CopyPlan,
+    DeviceLost,
+    Done,
+    HandleError,
+    Mapping,
+)
 from kvferry.gpu_worker.devices.cuda import CudaDevice
 from kvferry.gpu_worker.layout import Planner
 from kvferry.proto.errors import ConfigError
@@ -263,6 +271,49 @@ def test_a_close_does_not_wait_for_a_copy_that_hangs(stub: Stub, exporter: Expor
     assert not [line for line in calls() if "Destroy" in line or "Close" in line or "Unregister" in line]
     stub.control()
     stub.end_process()
+
+
+# ---- any call fails ----------------------------------------------------------------------------------
+
+SCENARIO = sorted(
+    {
+        line.split()[1]
+        for line in (Path(__file__).parent / "calls.txt").read_text().splitlines()
+        if line[:1] in ("m", "t")
+    }
+    - {"cuInit"}  # test_driver.py
+    | {"cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetUuid_v2", "cuDeviceGetName", "cuDeviceGetAttribute"}
+    | {"cuMemcpyAsync", "cuEventQuery"}
+)
+
+
+@pytest.mark.parametrize("result", [2, 801, 719])
+@pytest.mark.parametrize("call", SCENARIO)
+def test_any_call_may_fail_at_any_time_and_the_answer_is_one_of_the_protocols(
+    stub: Stub, exporter: Exporter, call: str, result: int
+) -> None:
+    """Out of memory, not supported, or for good: never a raw error of the driver, never a wait without end.
+
+    A copy that was said to be well is; one of a failed batch is said so; a lost device says so.
+    """
+    for after in range(4):
+        stub.control(f"{call} fail {result} after {after} times 1")
+        device = None
+        try:
+            bench = Bench(stub, exporter)
+            device = bench.device
+            assert device.read(bench.mapping, 0, 64) == bench.engine.view[:64].tobytes()
+            due, ends = bench.engine.view[:RUN].copy(), []
+            for token, kind in enumerate((STORE, LOAD)):
+                device.submit(kind, bench.plan(kind, 0), token)
+                ends += bench.wait()
+                bench.engine.view[:] = 0 if kind is STORE else bench.engine.view
+            assert np.array_equal(bench.engine.view[:RUN], due) == all(done.ok for done in ends)
+        except (ConfigError, HandleError, CapacityError, DeviceLost) as error:
+            assert call in error.text or isinstance(error, ConfigError)
+        if device is not None:
+            device.close()
+        stub.end_process()
 
 
 # ---- opening and reading ---------------------------------------------------------------------------
