@@ -226,3 +226,36 @@ class FakeRankClient:
 
     def close(self) -> None:
         self.closed = True
+
+
+class HoldingRankClient(FakeRankClient):
+    """Stands for a `kvferry.RankClient` whose device cannot write marks: begins wait for a later poll, or for more."""
+
+    def __init__(self, shared: FakeSidecar, rank: int) -> None:
+        super().__init__(shared, rank)
+        self.held: list[int] = []
+
+    def revoke(self, directive: Directive) -> None:
+        super().revoke(directive)
+        for ticket in directive.revokes:
+            if ticket in self.held:  # withdrawn: no worker reads for it; the daemon ends the job
+                self.held.remove(ticket)
+                self.shared.jobs[ticket].begun.add(self.rank)
+
+    def begin_loads(self, directive: Directive) -> None:
+        super().begin_loads(Directive(directive.step, failed_loads=directive.failed_loads))
+        self.held += [ticket for ticket, _ in directive.loads]
+        self.holding = bool(self.held)
+
+    def begin_stores(self, directive: Directive) -> None:
+        self.held += [ticket for ticket in directive.stores if ticket in self.shared.jobs]
+        self.holding = bool(self.held)
+
+    def poll(self) -> RankReport:
+        passed = self.shared.rng.randrange(len(self.held) + 1)
+        for ticket in self.held[:passed]:
+            if ticket in self.shared.jobs:
+                self.shared.jobs[ticket].begun.add(self.rank)
+        del self.held[:passed]
+        self.holding = bool(self.held)
+        return super().poll()

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_sidecar import FakeSidecar
+from fake_sidecar import FakeSidecar, HoldingRankClient
+
+from kvferry.vllm.rank import RankHalf
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -273,3 +275,45 @@ def test_the_control_without_revokes_publishes_wrong_blocks(lab: Any, model: Pat
         truth = _all_content(lab, engine)
         wrong += any(part != truth.get(key) for key, parts in sidecar.held.items() for part in parts)
     assert wrong > 0
+
+
+@BOTH
+def test_the_last_stores_of_an_engine_that_goes_idle_are_begun_by_steps_that_it_makes_for_them(
+    lab: Any, model: Path, is_async: bool
+) -> None:
+    """Case 17: where the device cannot write marks, a begin waits for a later step, and one comes."""
+    sidecar = FakeSidecar(12)
+    engine = lab.Engine(model, sidecar, num_blocks=40, is_async=is_async)
+    for rank, runner in enumerate(engine.runners):
+        runner.connector._rank = RankHalf(HoldingRankClient(sidecar, rank))
+    engine.answer(tokens(1, 41), 24)
+    assert not engine.scheduler.has_requests()
+    assert all(job.begun for job in sidecar.jobs.values())
+    sidecar.settle()
+    assert len(sidecar.held) == 8
+
+
+@pytest.mark.parametrize("seed", range(6))
+@BOTH
+def test_nothing_wrong_is_attended_to_or_published_where_begins_wait_for_later_steps(
+    lab: Any, model: Path, is_async: bool, seed: int
+) -> None:
+    """Case 20, in host order."""
+    rng = random.Random(seed)
+    sidecar = FakeSidecar(seed, num_ranks=1 + seed % 2, fail_one_in=rng.choice([0, 5]))
+    engine = lab.Engine(model, sidecar, num_blocks=rng.choice([24, 40]), is_async=is_async)
+    for rank, runner in enumerate(engine.runners):
+        runner.connector._rank = RankHalf(HoldingRankClient(sidecar, rank))
+    roots = [tokens(n, rng.randrange(20, 90)) for n in range(4)]
+    due = {}
+    for _ in range(30):
+        name = engine.add(rng.choice(roots) + tokens(rng.randrange(6), rng.randrange(0, 30)), rng.randrange(1, 24))
+        due[name] = engine.asked[-1][1]
+        for _ in range(rng.randrange(6)):
+            engine.step()
+    engine.run()
+    sidecar.settle()
+    assert engine.outputs == due
+    assert sidecar.published > 0
+    truth = _all_content(lab, engine)
+    assert all(part == truth[key] for key, parts in sidecar.held.items() for part in parts)
