@@ -11,7 +11,7 @@
     table.py     the slot table's bytes, which outlive each daemon
     daemon.py    one boot of the daemon: the real core, a simulated shell
     worker.py    one worker from spare to death: the real core, a simulated shell
-    sidecar.py   the real supervisor core behind a simulated shell: who is started, asked, killed, reaped, and told of it
+    sidecar.py   the real supervisor core, a simulated shell: who is started, asked, killed, reaped, told
     faults.py    what goes wrong: crashes, stalls, cut links, resets, drains
     journal.py   the story of each job
     ranks.py     an engine's ranks: real rank cores, simulated GPUs
