@@ -27,6 +27,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--control-fd", type=int, required=True, help="inherited channel to the supervisor")
     parser.add_argument("--device", default="cpu", help="what copies: cpu or cuda")
     parser.add_argument("--gpu", default="0", help="for cuda: UUID or number of the rank's GPU")
+    parser.add_argument("--pin", default="required", choices=["required", "wanted"], help="for cuda: the pool")
     return parser.parse_args(arguments)
 
 
@@ -40,7 +41,7 @@ def main() -> NoReturn:
     sys.setswitchinterval(0.0005)
     try:
         run_dir = RunDir.at(options.run_dir)
-        device = open_device(options.device, options.gpu)
+        device = open_device(options.device, options.gpu, must_pin=options.pin == "required")
         code = Worker(
             Options(run_dir, options.rank, options.worker, options.listen_fd, options.control_fd), device
         ).run()

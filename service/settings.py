@@ -88,6 +88,9 @@ class Settings(BaseSettings):
     devices: Gpus = Field(
         (), description="the GPU of each rank, by UUID or number, with commas; default: rank r has visible GPU r"
     )
+    pin: Literal["required", "wanted"] = Field(
+        "required", description="a pool that the GPU's driver does not pin is refused, or used all the same, slower"
+    )
     lease: Seconds = Field(10.0, gt=0, le=3600, description="how long a lookup's hits stay pinned without a renewal")
     lease_share: float = Field(
         0.5, gt=0, le=1, allow_inf_nan=False, description="the part of the pool that leases may pin"

@@ -4,7 +4,7 @@ from kvferry.gpu_worker.devices.base import Device
 from kvferry.proto.errors import ConfigError
 
 
-def open_device(kind: str, gpu: str = "0") -> Device:
+def open_device(kind: str, gpu: str = "0", *, must_pin: bool = True) -> Device:
     """The device named `kind`, for CUDA on that GPU (UUID or number); ConfigError if it cannot be had."""
     if kind == "cpu":
         from kvferry.gpu_worker.devices.cpu import CpuDevice
@@ -13,5 +13,5 @@ def open_device(kind: str, gpu: str = "0") -> Device:
     if kind == "cuda":
         from kvferry.gpu_worker.devices.cuda import CudaDevice
 
-        return CudaDevice(gpu)
+        return CudaDevice(gpu, must_pin=must_pin)
     raise ConfigError("device.kind", f"there is no device {kind!r}", "choose one of: cpu, cuda")

@@ -14,15 +14,13 @@ After a sticky error (see `kvferry.cuda.library.STICKY`) no call of this process
 then raises DeviceLost, the worker exits, and its death says what no call can say any more, that its copies are over.
 """
 
+import ctypes
 import logging
-import mmap
 import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final, Literal
-
-import numpy as np
 
 from kvferry.cuda.driver import LIBRARY, CudaError, Driver
 from kvferry.cuda.structs import EVENT_DISABLE_TIMING
@@ -51,7 +49,7 @@ from kvferry.proto.outcome import Kind
 
 log = logging.getLogger("kvferry.worker")
 
-SCRATCH_BYTES: Final = 16 * PAGE_BYTES  # of pinned memory that `read` goes through
+SCRATCH_BYTES: Final = 16 * PAGE_BYTES  # of the driver's own memory that `read` goes through
 READ_S: Final = 2.0  # a few bytes take microseconds; past this the GPU hangs
 READ_POLL_S: Final = 0.0002
 
@@ -59,7 +57,8 @@ READ_POLL_S: Final = 0.0002
 class CudaDevice:
     """Copies between an engine's GPU memory and the pinned pool.
 
-    `gpu` is a UUID or a number among the visible ones. ConfigError if the driver, the GPU or its context cannot
+    `gpu` is a UUID or a number among the visible ones. Unless it `must_pin`, host memory that the driver refuses to pin
+    is copied to and from all the same. ConfigError if the driver, the GPU or its context cannot
     be had. `library`, `copies` and `chunk_bytes` are for tests and measurements.
     """
 
@@ -71,6 +70,7 @@ class CudaDevice:
         copies: Literal["auto", "batch", "loop"] = "auto",
         copy_flags: int = 0,
         chunk_bytes: int = CHUNK_BYTES,
+        must_pin: bool = True,
     ) -> None:
         driver = self._driver = Driver.load(library)
         self._gpu = find(driver, gpu)
@@ -91,6 +91,8 @@ class CudaDevice:
             for kind in Kind:
                 self._lanes[kind] = Lane(driver, context, kind, self._ended, use_batch=use_batch, copy_flags=copy_flags)
             self._read_event = driver.event_create(EVENT_DISABLE_TIMING)
+            self._scratch = driver.host_allocate(SCRATCH_BYTES)
+            self._scratch_address = driver.host_device_pointer(self._scratch)
         except CudaError as error:
             for lane in self._lanes.values():
                 lane.stop()
@@ -102,13 +104,8 @@ class CudaDevice:
                 " smaller share (--gpu-memory-utilization)",
             ) from None
         self._imports = Imports(driver, self._gpu.device, self._gpu.uuid)
-        self._pins = Pins(driver, self._gpu.same_address, chunk_bytes)
+        self._pins = Pins(driver, self._gpu.same_address, chunk_bytes, must_pin)
         self._engine_ranges = self._pool_ranges = Ranges()
-        self._scratch = np.frombuffer(mmap.mmap(-1, SCRATCH_BYTES), dtype=np.uint8)
-        self._scratch_pins = Pins(driver, self._gpu.same_address)
-        self._scratch_pins.pin(int(self._scratch.ctypes.data), SCRATCH_BYTES)
-        (stretch,) = self._scratch_pins.stretches()
-        self._scratch_address = stretch.start + stretch.shift
 
     @property
     def caps(self) -> Caps:
@@ -128,6 +125,7 @@ class CudaDevice:
             "pinned_bytes": self._pins.nbytes,
             "pinned_chunks": self._pins.num_chunks,
             "pin_s": round(self._pins.seconds, 3),
+            "pin_refused": self._pins.refusal,
         }
 
     # ---- memory --------------------------------------------------------------------------------
@@ -164,7 +162,7 @@ class CudaDevice:
                 hangs = f"a copy of {nbytes} bytes has not ended within {READ_S:g} s"
                 raise self._lose(DeviceLost("device.lost", hangs))
             time.sleep(READ_POLL_S)
-        return self._scratch[:nbytes].tobytes()
+        return ctypes.string_at(self._scratch, nbytes)
 
     def register_host(self, base: int, nbytes: int, between: Callable[[], None] = idle) -> HostRegion:
         region = self._pins.pin(base, nbytes, between)
@@ -231,7 +229,7 @@ class CudaDevice:
                 lane.close()
             self._imports.close()
             self._pins.close()
-            self._scratch_pins.close()
+            self._driver.host_free(self._scratch)
             self._driver.event_destroy(self._read_event)
             self._driver.use(0)
             self._driver.release_context(self._gpu.device)

@@ -31,6 +31,8 @@ class Pins:
     driver: Driver
     same_address: bool  # the GPU takes our addresses of it; else it has others
     chunk_bytes: int = CHUNK_BYTES
+    is_required: bool = True  # else memory that the driver refuses to pin is used as it is
+    refusal: str = ""  # of memory that is used all the same
     seconds: float = 0.0  # spent in the driver's calls, of all that is pinned now or was
     _chunks: dict[HostRegion, list[Stretch]] = field(default_factory=dict)
 
@@ -40,8 +42,19 @@ class Pins:
         After any error, one of `between` too, nothing of it is registered.
         """
         region = HostRegion(base, nbytes)
-        if region in self._chunks:
-            return region
+        if region not in self._chunks:
+            try:
+                self._chunks[region] = self._pin(base, nbytes, between)
+            except CapacityError as error:
+                if self.is_required:
+                    raise
+                # The driver copies through memory of its own then, in the call: right, slower, and the caller waits.
+                self.refusal = error.text
+                self._chunks[region] = []
+                log.warning("the pool is used unpinned, copies are slower: %s", error)
+        return region
+
+    def _pin(self, base: int, nbytes: int, between: Callable[[], None]) -> list[Stretch]:
         chunks: list[Stretch] = []
         began = said = time.monotonic()
         sizes = [min(self.chunk_bytes, nbytes - at) for at in range(0, nbytes, self.chunk_bytes)]
@@ -64,8 +77,7 @@ class Pins:
                 self._release(chunks)
                 raise
         self.seconds += time.monotonic() - began
-        self._chunks[region] = chunks
-        return region
+        return chunks
 
     def unpin(self, region: HostRegion) -> None:
         """Undo `pin`; idempotent."""
@@ -79,7 +91,7 @@ class Pins:
     @property
     def nbytes(self) -> int:
         """Pinned now."""
-        return sum(region.nbytes for region in self._chunks)
+        return sum(chunk.nbytes for chunks in self._chunks.values() for chunk in chunks)
 
     @property
     def num_chunks(self) -> int:
@@ -87,8 +99,12 @@ class Pins:
         return sum(map(len, self._chunks.values()))
 
     def stretches(self) -> list[Stretch]:
-        """The chunks: a copy may not leave its own."""
-        return [chunk for chunks in self._chunks.values() for chunk in chunks]
+        """The chunks: a copy may not leave its own. Memory that is not pinned is one."""
+        return [
+            chunk
+            for region, chunks in self._chunks.items()
+            for chunk in chunks or [Stretch(region.base, region.nbytes)]
+        ]
 
     def _release(self, chunks: list[Stretch]) -> None:
         for chunk in reversed(chunks):
@@ -106,5 +122,6 @@ def _refused(error: CudaError, nbytes: int, number: int, count: int, size: int) 
         "device.pin",
         f"the driver does not pin the pool of {nbytes} bytes: chunk {number + 1} of {count} ({size} bytes) was"
         f" refused, those before it are released: {error.text}",
-        "less --host-memory, or more memory that may be locked: the container's memory limit, `ulimit -l`",
+        "less --host-memory, or more memory that may be locked: the container's memory limit, `ulimit -l`; where"
+        " pinning is forbidden, --pin wanted serves without it, slower",
     )

@@ -41,14 +41,14 @@ def main() -> None:
     if own.early_revokes:
         vars(core)["Guards"] = EarlyGuards
 
-    def open_device(kind: str, gpu: str = "0") -> Device:
+    def open_device(kind: str, gpu: str = "0", *, must_pin: bool = True) -> Device:
         if kind == "cpu":
             from kvferry.gpu_worker.devices.cpu import CpuDevice, Knobs
 
             return CpuDevice(Knobs(bytes_per_s=own.pace))
         from kvferry.gpu_worker.devices.cuda import CudaDevice
 
-        return CudaDevice(gpu, copies=own.copies)
+        return CudaDevice(gpu, copies=own.copies, must_pin=must_pin)
 
     vars(worker)["open_device"] = open_device
     sys.argv[1:] = rest

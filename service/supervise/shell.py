@@ -319,7 +319,7 @@ class Sidecar:
             "device": self._settings.device,
         }
         if self._gpus:
-            flags["gpu"] = self._gpus[rank].uuid
+            flags |= {"gpu": self._gpus[rank].uuid, "pin": self._settings.pin}
         return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
 
     def _make_pools(self) -> None:

@@ -154,6 +154,22 @@ def test_without_the_batch_call_copies_are_queued_one_by_one(
     assert np.array_equal(bench.pool[2 * PAGE_BYTES + bench.group.slot_bytes :][:RUN], bench.engine.view[RUN : 2 * RUN])
 
 
+def test_unpinned_memory_is_stored_to_and_loaded_from_where_pinning_is_only_wanted(
+    stub: Stub, make: Callable[..., Bench]
+) -> None:
+    """Case 93: slower, and the same bytes."""
+    stub.control("pageable 1", "cuMemHostRegister_v2 fail 2")
+    bench = make(must_pin=False)
+    told = bench.device.describe()
+    assert told["pinned_bytes"] == 0 and "CUDA_ERROR_OUT_OF_MEMORY" in told["pin_refused"]
+    due = bench.engine.view.copy()
+    for kind in (STORE, LOAD):
+        bench.device.submit(kind, bench.plan(kind, *range(BLOCKS)), 1)
+        assert bench.wait()[0].ok
+        bench.engine.view[:] = 0 if kind is STORE else bench.engine.view
+    assert np.array_equal(bench.engine.view, due)
+
+
 def test_more_pieces_than_one_call_takes_go_in_two_and_end_as_one(make: Callable[..., Bench]) -> None:
     """4096 descriptors that a chunk's end cuts are 4097."""
     bench = make(chunk_bytes=3 * PAGE_BYTES)

@@ -82,6 +82,20 @@ def test_a_registration_that_fails_midway_leaves_nothing_registered_and_later_ca
     pins.unpin(region)
 
 
+def test_where_pinning_is_only_wanted_memory_is_used_as_it_is_with_one_warning(
+    stub: Stub, driver: Driver, memory: np.ndarray, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Case 93: confidential mode, or a low limit. Nothing stays half pinned."""
+    pins = Pins(driver, same_address=True, chunk_bytes=CHUNK, is_required=False)
+    stub.control("cuMemHostRegister_v2 fail 800 after 2")
+    region = pins.pin(memory.ctypes.data, NBYTES)
+    assert pins.stretches() == [(memory.ctypes.data, NBYTES, 0)]
+    assert (pins.nbytes, pins.num_chunks) == (0, 0) and "CUDA_ERROR_NOT_PERMITTED" in pins.refusal
+    assert len(caplog.records) == 1 and "--pin wanted" in caplog.text
+    pins.unpin(region)
+    assert pins.stretches() == []
+
+
 def test_what_is_called_between_chunks_can_end_it_and_nothing_is_left(
     stub: Stub, driver: Driver, memory: np.ndarray
 ) -> None:

@@ -177,6 +177,7 @@ def test_status_shows_the_gpu_what_is_pinned_and_how_marks_are_written(node: Nod
             "pinned_bytes": 4 << 20,
             "pinned_chunks": 1,
             "pin_s": worker["device"]["pin_s"],
+            "pin_refused": "",
         }
         assert worker["marks"] == ("word" if worker["state"] == "taken" else "")
     text = kvferry("status", "--run-dir", sidecar.run_dir).stdout
@@ -235,12 +236,29 @@ def test_a_pool_that_cannot_be_pinned_ends_the_start_with_numbers_and_leaves_not
     node: Node, tmp_path: Path
 ) -> None:
     """Cases 91, 93. Worker: exits with the reason. Sidecar: gives up at once, since another would meet the same."""
-    node.steer("cuMemHostRegister_v2 fail 2 after 1")
+    node.steer("cuMemHostRegister_v2 fail 2")
     done = kvferry("up", "--device", "cuda", "--run-dir", tmp_path / "run", "--host-memory", "4MiB")
     assert done.returncode == 1
     assert "device.pin" in done.stderr and "4194304 bytes" in done.stderr and "ulimit -l" in done.stderr
     assert "before kvferry was ready" in done.stderr and "Traceback" not in done.stderr
     assert not RunDir.at(tmp_path / "run").pool(0).exists() and not (tmp_path / "run").exists()
+
+
+def test_where_pinning_is_forbidden_a_sidecar_that_only_wants_it_serves_with_one_warning(node: Node) -> None:
+    """Case 93. Stores and loads are right; status says why they are slow."""
+    node.steer("cuMemHostRegister_v2 fail 800", "pageable 1")
+    sidecar = node.up("--pin", "wanted")
+    assert sum("used unpinned" in line for line in sidecar.lines) == 1
+    (worker,) = sidecar.status()["workers"]
+    assert "CUDA_ERROR_NOT_PERMITTED" in worker["device"]["pin_refused"] and not worker["device"]["pinned_bytes"]
+    engine = attached(node.engine(sidecar))
+    engine.fill([1, 2], seed=1)
+    due = engine.bytes_of([1, 2])
+    assert engine.store("one", keys_of("a", 2), [1, 2]) is Outcome.OK
+    engine.client.finish("one")
+    assert engine.hits("two", keys_of("a", 2)) == 2
+    (end,) = engine.load("two", keys_of("a", 2), [7, 8])
+    assert end.ok and engine.bytes_of([7, 8]) == due
 
 
 # ---- the driver fails while it serves --------------------------------------------------------------

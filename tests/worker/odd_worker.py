@@ -21,7 +21,7 @@ def main() -> None:
 
     signal.signal(signal.SIGUSR1, stall)
     signal.signal(signal.SIGUSR2, lambda *_: knobs.going.set())
-    worker.open_device = lambda *_: CpuDevice(knobs)
+    worker.open_device = lambda *_, **__: CpuDevice(knobs)
     worker.main()
 
 

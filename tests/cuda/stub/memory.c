@@ -86,6 +86,8 @@ int device_range(uint64_t address, size_t nbytes)
 void *pinned_range(uint64_t address, size_t nbytes)
 {
     Pin *pin = pin_at(address);
+    if (!pin && setting("pageable", -1, 0) && !memory_at(address))
+        return (void *)address;
     address += alias();
     return pin && address + nbytes <= pin->base + pin->nbytes ? (void *)address : NULL;
 }
@@ -549,17 +551,15 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t nbytes)
 
 /* ---- host memory -------------------------------------------------------------------------------------------- */
 
-CUresult cuMemHostRegister_v2(void *address, size_t nbytes, unsigned int flags)
+static CUresult pin(const char *name, void *address, size_t nbytes, unsigned int flags)
 {
-    CUresult result = enter("cuMemHostRegister_v2", 1);
+    CUresult result = OK;
     uint64_t base = (uint64_t)address;
     Pin *pin = NULL;
-    if (result)
-        return result;
     if (flags != 3 || !nbytes || nbytes > 1ull << 30)
-        return violation(INVALID_VALUE, "cuMemHostRegister_v2 of %zu bytes, flags %u", nbytes, flags);
+        return violation(INVALID_VALUE, "%s of %zu bytes, flags %u", name, nbytes, flags);
     if (msync((void *)(base & ~4095ull), nbytes + (base & 4095), MS_ASYNC))
-        return violation(INVALID_VALUE, "cuMemHostRegister_v2 of memory that is not mapped");
+        return violation(INVALID_VALUE, "%s of memory that is not mapped", name);
     lock();
     for (int i = 0; i < MAX_OBJECTS; i++) {
         if (pins[i].nbytes && base < pins[i].base + pins[i].nbytes && pins[i].base < base + nbytes)
@@ -570,16 +570,13 @@ CUresult cuMemHostRegister_v2(void *address, size_t nbytes, unsigned int flags)
     if (!result)
         *pin = (Pin){base, nbytes, ++num_pins};
     unlock();
-    note("cuMemHostRegister_v2 %zu flags 3 -> pin%d", nbytes, result ? 0 : pin->id);
+    note("%s %zu flags 3 -> pin%d", name, nbytes, result ? 0 : pin->id);
     return result;
 }
 
-CUresult cuMemHostUnregister(void *address)
+static CUresult unpin(const char *name, void *address)
 {
-    CUresult result = enter("cuMemHostUnregister", 1);
     int id = 0;
-    if (result)
-        return result;
     lock();
     for (int i = 0; i < MAX_OBJECTS; i++)
         if (pins[i].nbytes && pins[i].base == (uint64_t)address) {
@@ -587,8 +584,20 @@ CUresult cuMemHostUnregister(void *address)
             pins[i].nbytes = 0;
         }
     unlock();
-    note("cuMemHostUnregister pin%d", id);
-    return id ? OK : violation(NOT_REGISTERED, "cuMemHostUnregister of what is no registration's beginning");
+    note("%s pin%d", name, id);
+    return id ? OK : violation(NOT_REGISTERED, "%s of what is no registration's beginning", name);
+}
+
+CUresult cuMemHostRegister_v2(void *address, size_t nbytes, unsigned int flags)
+{
+    CUresult result = enter("cuMemHostRegister_v2", 1);
+    return result ? result : pin("cuMemHostRegister_v2", address, nbytes, flags);
+}
+
+CUresult cuMemHostUnregister(void *address)
+{
+    CUresult result = enter("cuMemHostUnregister", 1);
+    return result ? result : unpin("cuMemHostUnregister", address);
 }
 
 CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *to, void *address, unsigned int flags)
@@ -605,17 +614,22 @@ CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *to, void *address, unsigned i
 
 CUresult cuMemHostAlloc(void **address, size_t nbytes, unsigned int flags)
 {
+    CUresult result = enter("cuMemHostAlloc", 1);
+    if (result)
+        return result;
     *address = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    return cuMemHostRegister_v2(*address, nbytes, flags);
+    return pin("cuMemHostAlloc", *address, nbytes, flags);
 }
 
 CUresult cuMemFreeHost(void *address)
 {
+    CUresult result = enter("cuMemFreeHost", 1);
     size_t nbytes = 0;
     for (int i = 0; i < MAX_OBJECTS; i++)
         if (pins[i].base == (uint64_t)address)
             nbytes = pins[i].nbytes;
-    CUresult result = cuMemHostUnregister(address);
+    if (!result)
+        result = unpin("cuMemFreeHost", address);
     if (!result)
         munmap(address, nbytes);
     return result;

@@ -9,6 +9,7 @@
  *               NAME hang      [after N] [times M]     the call does not return until the line is gone
  *               NAME is an entry point, or `copy`: the GPU's own work, on the stream's thread
  *               attr NUMBER VALUE     what a device attribute is      driver VERSION     devices COUNT
+ *               pageable 1            host memory that is not registered may be copied to and from
  *   journal   each call with its arguments, one file a process: $STUBCUDA_JOURNAL.<pid>, or stub_journal(path)
  *   questions stub_violations(), stub_leaks(text, size), stub_sizeof(name), stub_reset(), stub_end_process()
  */
