@@ -91,8 +91,14 @@ class Stack:
     def wait_healthy(self, service: str, timeout_s: float = 180.0) -> float:
         """Wait; the seconds it took. AssertionError with the container's log if it does not become so."""
         began = time.monotonic()
+
+        def well() -> bool:
+            health, restarts = self.look(service, "{{.State.Health.Status}} {{.RestartCount}}").split()
+            assert int(restarts) < 2, f"{service} starts over and over"
+            return health == "healthy"
+
         try:
-            until(lambda: self.health(service) == "healthy", timeout_s, f"{service} is healthy")
+            until(well, timeout_s, f"{service} is healthy")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log(service)}") from None
         return time.monotonic() - began
