@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
+
 from kvferry.gpu_worker.api import U64
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.layout import Handle
@@ -25,6 +27,7 @@ MAX_DESCRIPTORS: Final = 4096
 MAX_PLAN_BYTES: Final = 32 << 20
 # Plans that may be at the device at once, per direction: one that runs and one behind it.
 MAX_IN_FLIGHT: Final = 2
+U64_TYPE: Final = np.dtype(np.uint64)
 
 
 class DeviceError(KvferryError):
@@ -114,6 +117,9 @@ def check_limits(plan: CopyPlan) -> None:
     count = len(plan.size)
     if not 1 <= count <= MAX_DESCRIPTORS or not count == len(plan.src) == len(plan.dst):
         raise PlanError("plan.lengths", f"{len(plan.src)}, {len(plan.dst)} and {count} of src, dst and size")
+    if not all(column.dtype == U64_TYPE and column.flags.c_contiguous for column in (plan.src, plan.dst, plan.size)):
+        # A driver reads them as they lie in memory.
+        raise PlanError("plan.lengths", "src, dst or size is no contiguous column of u64")
     if not plan.size.all():
         raise PlanError("plan.size", "a descriptor of no bytes")
     if count > 1 and plan.nbytes > MAX_PLAN_BYTES:

@@ -12,6 +12,7 @@ from kvferry.gpu_worker.devices.base import (
     MAX_DESCRIPTORS,
     MAX_IN_FLIGHT,
     MAX_PLAN_BYTES,
+    CopyPlan,
     HandleError,
     PlanError,
     WouldBlock,
@@ -233,6 +234,8 @@ def test_a_plan_that_breaks_a_limit_is_a_bug_and_nothing_of_it_is_copied(lab):
         plan_of(src - 1, dst, 8),
         plan_of(src, 4096, 8),
         plan_of(src, dst + (1 << 20) - 4, 8),
+        CopyPlan(*(np.repeat(np.array([a], dtype=np.uint64), 4)[::2] for a in (src, dst, 8))),
+        CopyPlan(*(np.array([a], dtype=np.int64) for a in (src, dst, 8))),
     ]
     for plan in bad:
         with pytest.raises(PlanError):
