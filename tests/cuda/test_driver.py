@@ -121,6 +121,14 @@ def test_nothing_can_make_a_stream_wait_or_call_python_back() -> None:
             assert "libcuda" not in path.read_text().replace("libcuda.so.1, or ConfigError", ""), path
 
 
+def test_a_worker_starts_no_process() -> None:
+    """A context does not survive a fork: a child that touched it would take the parent's copies with it."""
+    starts = re.compile(r"\b(subprocess|multiprocessing|os\.(fork|forkpty|posix_spawn|system|popen)|pty)\b")
+    for room in ("gpu_worker", "service/cuda", "service/net", "proto"):
+        for path in (ROOT / room).rglob("*.py"):
+            assert not starts.search(path.read_text()), path
+
+
 def test_every_call_by_name_is_in_the_table() -> None:
     """A name misspelt in driver.py would be found at the first call, on a GPU machine."""
     names = {*table.TABLE, *(name for name, _ in table.BY_VERSION)}
