@@ -49,6 +49,35 @@ def test_an_empty_variable_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> Non
     assert load({}).tp_size == 1
 
 
+def test_gpus_are_named_alike_in_flag_environment_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By UUID or number, in the order of the ranks; none named: rank r has visible GPU r."""
+    two = {"tp_size": "2", "device": "cuda"}
+    assert load({**two, "devices": "GPU-a, 1"}).devices == ("GPU-a", "1")
+    assert load({**two}, write(tmp_path / "k.toml", 'devices = ["GPU-a", 1]\n')).devices == ("GPU-a", "1")
+    monkeypatch.setenv("KVFERRY_DEVICES", "GPU-a,GPU-b")
+    settings = load(two)
+    assert [settings.gpu_of(rank) for rank in range(2)] == ["GPU-a", "GPU-b"]
+    monkeypatch.delenv("KVFERRY_DEVICES")
+    assert [load(two).gpu_of(rank) for rank in range(2)] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"devices": "0"}, ["'cpu'"]),
+        ({"device": "cuda", "devices": "0,1"}, ["2 GPUs for 1 ranks"]),
+        ({"device": "cuda", "tp_size": "2", "devices": "0,0"}, ["twice"]),
+        ({"device": "cuda", "tp_size": "2", "devices": "0,"}, ["no GPU"]),
+        ({"device": "cuda", "devices": "0", "pin": "maybe"}, ["pin", "maybe"]),
+    ],
+)
+def test_gpus_that_do_not_fit_the_ranks_are_refused(flags: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(flags)
+    assert caught.value.code in ("settings.devices", "settings.pin") and caught.value.fix
+    assert all(word in str(caught.value) for word in words)
+
+
 def test_an_empty_run_dir_is_refused_but_for_the_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It would be the working directory."""
     with pytest.raises(ConfigError, match=r"settings\.run_dir: --run-dir: '' is no directory"):
