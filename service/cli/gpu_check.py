@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results here as JSON, after each item")
     parser.add_argument("--items", metavar="LIST", help="only these, as 0-4,13")
     parser.add_argument("--fast", action="store_true", help="smaller sizes in the items 5, 7 and 8")
+    parser.add_argument("--small", action="store_true", help="sizes as on CPU wherever that can be; implies --fast")
     parser.add_argument(
         "--no-speed", action="store_true", help="measure, and judge no speed: for a GPU with other load"
     )
@@ -42,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
             gpu=arguments.gpu,
             items=chosen(arguments.items),
             out=arguments.out,
-            is_fast=arguments.fast,
+            is_fast=arguments.fast or arguments.small,
+            is_small=arguments.small,
             judges_speed=not arguments.no_speed,
         ),
         lambda text: print(text, flush=True),

@@ -11,11 +11,12 @@ from typing import Any, Final, Literal
 
 from kvferry.client.cuda_memory import export_cuda
 from kvferry.client.memory import KVMemory
-from kvferry.cuda.driver import Driver, same_gpu
+from kvferry.cuda.driver import CudaError, Driver, same_gpu
 from kvferry.gpu_check.compute import MemoryKind, Tensor
 from kvferry.gpu_check.compute_driver import DriverMemory
 from kvferry.gpu_worker.devices.cuda_gpu import find
 from kvferry.proto.errors import ConfigError
+from kvferry.proto.limits import PAGE_BYTES
 
 CALIBRATE_CYCLES: Final = 20_000_000
 NO_TORCH_FIX: Final = (
@@ -112,6 +113,14 @@ class TorchCompute:
         """Whether a kernel runs and its answer is right: no error of an earlier call is left pending."""
         torch = self._torch
         return int(torch.arange(1000, device=self._device).sum().item()) == 499_500
+
+    def refused_call(self) -> str:
+        """Ask the driver for something that it must refuse: memory that is not there cannot be pinned."""
+        try:
+            self._driver.host_register(PAGE_BYTES, PAGE_BYTES)
+        except CudaError as error:
+            return error.text
+        return "a registration of nothing, which was taken"
 
     def matmul(self, seconds: float, side: int) -> list[float]:
         """Milliseconds of each matrix product within this time, by the GPU's own clock."""

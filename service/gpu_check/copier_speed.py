@@ -67,7 +67,7 @@ class Measure:
         """One plain copy of these bytes: from memory of the driver's own, and from the registered pool."""
         copier = self._copier
         if copier.driver is None:
-            pool, engine = copier.pool.base, copier.mapping.base
+            pool, engine = copier.pool.slots_base, copier.mapping.base
             copies = {"store": (pool, engine), "load": (engine, pool)}
             return {
                 name: nbytes
@@ -80,7 +80,7 @@ class Measure:
         found: dict[str, float] = {}
         try:
             ctypes.memset(own, 1, nbytes)
-            for name, host in (("", own), ("registered_", copier.pool.base)):
+            for name, host in (("", own), ("registered_", copier.pool.slots_base)):
                 ways = {"store": (host, copier.mapping.base), "load": (copier.mapping.base, host)}
                 for kind, (dst, src) in ways.items():
 

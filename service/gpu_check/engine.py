@@ -10,6 +10,7 @@ slot is the runs in the order of the layers.
 
 import argparse
 import contextlib
+import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from kvferry.client.marks import Mark, Marks
-from kvferry.client.memory import KVMemory
+from kvferry.client.memory import KVMemory, Marking
 from kvferry.client.rank import RankClient
 from kvferry.client.types import Directive, LoadEnd
 from kvferry.gpu_check.compute import Compute, MemoryKind, Tensor, open_compute
 from kvferry.gpu_check.talk import serve
 from kvferry.proto.errors import LostError
+from kvferry.proto.limits import PAGE_BYTES
+from kvferry.proto.page import PageWriter
 from kvferry.proto.tether import MarkMode
 
 POLL_S: Final = 0.0002
@@ -65,6 +68,7 @@ class Engine:
         self._rank: RankClient | None = None
         self._memory: KVMemory | None = None
         self._blindfold: Blindfold | None = None
+        self._marking: Marking | None = None  # without the blindfold
         self._address = 0
         self._layers = self._blocks = self._run = 0
         self._step = 0
@@ -235,24 +239,22 @@ class Engine:
     def mark_on_null_stream(self) -> str:
         """Whether the null stream can write marks too: the mode that a rank there would have."""
         on_null_stream = getattr(self._compute, "on_null_stream", None)
-        if on_null_stream is None or self._memory is None or self._memory.marking is None:
+        marking = self._marking
+        if on_null_stream is None or marking is None:
             return "not asked"
-        import mmap
-
-        from kvferry.proto.page import PageWriter
-
-        page = mmap.mmap(-1, 4096)
-        marking = self._memory.marking
-        made = on_null_stream(lambda: marking(PageWriter(memoryview(page)), page))
+        page = mmap.mmap(-1, PAGE_BYTES)
         self._kept.append(page)
+        made = on_null_stream(lambda: marking(PageWriter(memoryview(page)), page))
+        made.close()
         return f"{made.mode} ({made.why})"
 
     def event(self, spin_ms: float) -> dict[str, Any]:
         """An interprocess event behind a busy stream."""
+        busy_since_ns = time.monotonic_ns()
         self._compute.spin(spin_ms)
         event, handle, record_us = self._compute.interprocess_event()  # type: ignore[attr-defined]
         self._kept.append(event)
-        return {"handle": handle, "record_us": round(record_us, 1)}
+        return {"handle": handle, "record_us": round(record_us, 1), "busy_since_ns": busy_since_ns}
 
     def matmul(self, seconds: float, side: int) -> list[float]:
         """Milliseconds of each product."""
@@ -263,10 +265,18 @@ class Engine:
         works = getattr(self._compute, "kernel_works", None)
         return works is None or bool(works())
 
+    def kernel_after_refusals(self) -> str:
+        """Whether errors of the driver stay in their calls: a runtime's would be blamed on the next kernel."""
+        refused = getattr(self._compute, "refused_call", None)
+        if refused is None:
+            return "not asked"
+        told = refused()
+        return f"works, after {told}" if self.kernel_works() else "fails"
+
     # ---- inside ----------------------------------------------------------------------------------
 
     def _blindfolded(self, memory: KVMemory) -> Callable[..., Marks] | None:
-        inner = memory.marking
+        inner = self._marking = memory.marking
         if inner is None:
             return None
 
@@ -305,7 +315,7 @@ def main() -> None:
         return opened[0].about()
 
     names = ("about", "lend", "attach", "detach", "state", "put", "get", "see", "show", "play")
-    special = ("mark_on_null_stream", "event", "matmul", "kernel_works")
+    special = ("mark_on_null_stream", "event", "matmul", "kernel_works", "kernel_after_refusals")
     deeds: dict[str, Callable[..., Any]] = {
         name: lambda _name=name, **fields: getattr(opened[0], _name)(**fields) for name in (*names, *special)
     }

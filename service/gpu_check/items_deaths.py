@@ -6,18 +6,19 @@ from typing import Any, Final
 
 from kvferry.gpu_check.results import Failed, Void
 from kvferry.gpu_check.stage import Geometry, Served, Stage
-from kvferry.gpu_check.talk import Child
+from kvferry.gpu_check.talk import Child, ChildError
 from kvferry.proto.outcome import Kind, Outcome
 
 REAPED_S: Final = 2.0
-NEVER_MS: Final = 30_000.0
+NEVER_MS: Final = 20_000.0  # a mark behind this is pending when the engine dies
+NEVER_OF_COPIES_MS: Final = 2_000.0  # the same, where a busy stream is many queued copies
 OLD, NEW, LATE = 0x11, 0x22, 0x33
 QUIET_S: Final = 1.0
 REATTACH_S: Final = 20.0
 
 
 def _geometry(stage: Stage) -> Geometry:
-    return Geometry(layers=2, blocks=16, run=(1 << 20) if stage.is_cpu else (16 << 20))
+    return Geometry(layers=2, blocks=16, run=(1 << 20) if stage.is_cpu else (16 << 20) if stage.is_fast else (32 << 20))
 
 
 def _slow(stage: Stage) -> list[str]:
@@ -36,18 +37,23 @@ def engine_killed(stage: Stage, facts: dict[str, Any]) -> str:
         if outcome is not Outcome.OK:
             raise Failed(f"a store ended as {outcome.name}")
         spare = stage.worker(*_slow(stage))
-        event = _event_of(served.engine, stage)
         tickets = [served.plan(Kind.STORE, [n], [n], [served.generation()]) for n in range(2, 12)]
         stuck = served.plan(Kind.STORE, [12], [12], [served.generation()])
-        served.play(("store", *tickets), ("spin", NEVER_MS), ("store", stuck))
         before = watcher.ask("memory_free", 5)
-        time.sleep(0.005)
+        has_event = _keep_busy(stage, served, watcher, facts)
+        # Those that copy wait for no mark: the stream will not come to any more of them.
+        served.play(("store", stuck), ("blind", True), ("store", *tickets))
+        time.sleep(0.002)
         running = sum(stage.daemon.known(ticket) is None for ticket in tickets)
         killed = time.monotonic()
-        stage.drop_engine()
+        stage.strike_engine()
+        if has_event:
+            facts["event_of_the_dead"] = _ask_event(watcher)
         after_kill = watcher.ask("memory_free", 5)
         how = served.worker.wait(REAPED_S + 3.0)
         reaped_s = time.monotonic() - killed
+        stage.drop_engine()
+        engine_s = time.monotonic() - killed
         after_reap = watcher.ask("memory_free", 5)
         facts |= {
             "stores_running_at_the_kill": running,
@@ -56,9 +62,11 @@ def engine_killed(stage: Stage, facts: dict[str, Any]) -> str:
             "free_bytes": {
                 "at_start": at_start, "serving": before, "engine_killed": after_kill, "worker_reaped": after_reap
             },
-            "event_of_the_dead": _ask_event(watcher, event),
+            "engine_gone_s": round(engine_s, 3),
             "stuck_mark": str(stage.daemon.known(stuck)),
         }  # fmt: skip
+        if not running:
+            raise Void("the stores were over before the engine was killed: nothing is shown")
         if how != "code 0":
             raise Failed(f"the worker of a killed engine ended with {how}, not with code 0")
         if reaped_s >= REAPED_S:
@@ -91,17 +99,27 @@ def _fresh_engine(stage: Stage, served: Served, pattern: bytes, generation: int)
         raise Failed(f"what the killed engine had stored did not come back to the next one: {word}")
 
 
-def _event_of(engine: Child, stage: Stage) -> bytes:
-    return bytes(engine.ask("event", 10, spin_ms=0.0)["handle"]) if stage.engine_kind == "torch" else b""
-
-
-def _ask_event(watcher: Child, event: bytes) -> Any:
-    """What a dead process's event says; nothing is built on it."""
-    if not event:
-        return "not asked"
+def _keep_busy(stage: Stage, served: Served, watcher: Child, facts: dict[str, Any]) -> bool:
+    """Make E's stream busy for longer than E will live; whether the watcher holds an event that lies behind that."""
+    if stage.engine_kind != "torch":
+        served.play(("spin", NEVER_OF_COPIES_MS))
+        return False
     try:
-        return watcher.ask("watch_event", 10, handle=event)
-    except Exception as error:  # whatever it says is the finding
+        watcher.ask("warm_torch", 30)
+        made = served.engine.ask("event", 10, spin_ms=NEVER_MS)
+        watcher.ask("open_event", 10, handle=made["handle"])
+    except ChildError as error:
+        facts["event_of_the_dead"] = f"no event: {error}"
+        served.play(("spin", NEVER_MS))
+        return False
+    return True
+
+
+def _ask_event(watcher: Child) -> str:
+    """What a dead process's event says; nothing is built on it."""
+    try:
+        return "happened" if watcher.ask("ask_event", 10, seconds=0.0)["happened"] else "has not happened"
+    except ChildError as error:
         return str(error)
 
 

@@ -28,7 +28,7 @@ PACED: Final = 200e6  # bytes a second of each thread of a slowed CPU device, wh
 
 def order(stage: Stage, facts: dict[str, Any]) -> str:
     """Item 4: marks order copies against the engine's stream."""
-    rounds = facts["rounds"] = 20 if stage.is_cpu else 200
+    rounds = facts["rounds"] = 20 if stage.is_small else 200
     controls = 5 if stage.is_cpu else CONTROLS
     geometry = Geometry(layers=4, blocks=8, run=(16 << 10) if stage.is_cpu else (256 << 10))
     with stage.serve(geometry, 4) as served:
@@ -106,8 +106,8 @@ def _busy(served: Served, is_blind: bool) -> tuple[tuple[Any, ...], tuple[Any, .
 
 def revokes(stage: Stage, facts: dict[str, Any]) -> str:
     """Item 13: revokes and generations."""
-    rounds = 10 if stage.is_cpu else 200
-    geometry = Geometry(layers=1, blocks=3, run=(8 << 20) if stage.is_cpu else (64 << 20))
+    rounds = 10 if stage.is_cpu else 40 if stage.is_small else 200
+    geometry = Geometry(layers=1, blocks=3, run=(8 << 20) if stage.is_small else (64 << 20))
     slow = ["--pace", str(PACED)] if stage.is_cpu else []
     with stage.serve(geometry, 2, *slow) as served:
         right = _race(served, rounds)

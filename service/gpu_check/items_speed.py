@@ -27,8 +27,8 @@ MAX_SLOWDOWN: Final = 1.10
 
 def bandwidth(stage: Stage, facts: dict[str, Any]) -> str:
     """Item 5: runs of each size by each path, against one plain copy of the same bytes."""
-    nbytes = 16 * MIB if stage.is_cpu else 128 * MIB if stage.is_fast else 512 * MIB
-    runs = RUNS[::3] if stage.is_cpu else RUNS
+    nbytes = 16 * MIB if stage.is_small else 128 * MIB if stage.is_fast else 512 * MIB
+    runs = RUNS[::3] if stage.is_small else RUNS
     ways = {"auto": 0} if stage.is_cpu else {"batch": 0, "batch, flag 1": 1, "loop": 0}
     stage.make_pool(nbytes)
     rates: dict[str, dict[str, Any]] = {}
@@ -64,7 +64,7 @@ def ends(stage: Stage, facts: dict[str, Any]) -> str:
     """Item 6: how soon the end of a copy of 1 MiB is known, by the way in use and by two others."""
     stage.make_pool(4 * MIB)
     copier = _copier(stage, 2 * MIB)
-    found = facts["ends"] = copier.ask("ends", 30, count=50 if stage.is_cpu else 300, nbytes=MIB)
+    found = facts["ends"] = copier.ask("ends", 30, count=50 if stage.is_small else 300, nbytes=MIB)
     stage.end_copiers()
     stage.leave()
     waiter = found["waiter"]
@@ -78,7 +78,7 @@ def pools(stage: Stage, facts: dict[str, Any]) -> str:
     """Item 7: making a pool, pinning it once, again, and from a second process beside the first."""
     machine = read_machine()
     free = min(n for n in (machine.shm_free, machine.available, machine.cgroup_free) if n is not None)
-    wanted = 64 * MIB if stage.is_cpu else 2 * GIB if stage.is_fast else 8 * GIB
+    wanted = 64 * MIB if stage.is_small else 2 * GIB if stage.is_fast else 8 * GIB
     nbytes = min(wanted, free // 3 // MIB * MIB)
     if nbytes < 64 * MIB:
         raise Skipped(f"{free // MIB} MiB of shared memory are free: enlarge {SHM}")
@@ -140,8 +140,8 @@ def interference(stage: Stage, facts: dict[str, Any]) -> str:
 
 def storm(stage: Stage, facts: dict[str, Any]) -> str:
     """Item 12: many full batches, which some drivers do not survive."""
-    run = 1 * KIB if stage.is_cpu else 8 * KIB
-    calls, seconds = (16, 5.0) if stage.is_cpu else (2000, 11.0)
+    run = 1 * KIB if stage.is_small else 8 * KIB
+    calls, seconds = (16, 5.0) if stage.is_small else (2000, 11.0)
     nbytes = 5 * 4096 * run
     stage.make_pool(nbytes)
     copier = _copier(stage, nbytes)

@@ -43,24 +43,32 @@ class Choices:
     items: Sequence[Item]
     out: Path | None
     is_fast: bool
+    is_small: bool
     judges_speed: bool
 
 
 def run(choices: Choices, say: Say) -> Report:
     """Run all items; what came of them. ConfigError if the device cannot be had at all."""
-    _check_device(choices)
+    gpu = _check_device(choices)
     report = Report(
         {
             "kvferry": kvferry.__version__,
             "device": choices.device,
             "engine": choices.engine,
             "fast": choices.is_fast,
+            "small": choices.is_small,
             "judges_speed": choices.judges_speed and choices.device != "cpu",
         }
     )
     stage = Stage(
-        choices.device, choices.engine, choices.gpu, is_fast=choices.is_fast, judges_speed=choices.judges_speed
+        choices.device,
+        choices.engine,
+        gpu,
+        is_fast=choices.is_fast,
+        is_small=choices.is_small,
+        judges_speed=choices.judges_speed,
     )
+    report.about["instance"] = stage.run_dir.instance  # in the names of its files in /dev/shm
     try:
         for item in choices.items:
             say(f"{item.number:>3}  {item.name} (at most {item.limit_s:g} s) ...")
@@ -117,10 +125,10 @@ def _limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _check_device(choices: Choices) -> None:
-    """ConfigError with the fix if driver, GPU or torch are not here: once, and not in each item."""
+def _check_device(choices: Choices) -> str:
+    """The GPU by its UUID. ConfigError with the fix if driver, GPU or torch are not here: once, not in each item."""
     if choices.device == "cpu":
-        return
+        return ""
     # In a process of its own: whoever has started the driver holds on to the GPU until it ends.
     try:
         done = subprocess.run(
@@ -143,3 +151,4 @@ def _check_device(choices: Choices) -> None:
         raise ConfigError(answer["code"], answer["text"], answer["fix"])
     if choices.engine == "torch" and importlib.util.find_spec("torch") is None:
         raise ConfigError("check.torch", "the engine is played with torch, which is not installed here", NO_TORCH_FIX)
+    return str(answer["gpus"][0]["uuid"])

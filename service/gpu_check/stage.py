@@ -11,6 +11,7 @@ import contextlib
 import os
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -100,9 +101,19 @@ class WorkerProcess:
 class Stage:
     """See the module's text. `clear` may be called at any time, `close` ends it."""
 
-    def __init__(self, device: str, engine: str, gpu: str, *, is_fast: bool = False, judges_speed: bool = True) -> None:
+    def __init__(
+        self,
+        device: str,
+        engine: str,
+        gpu: str,
+        *,
+        is_fast: bool = False,
+        is_small: bool = False,
+        judges_speed: bool = True,
+    ) -> None:
         self.device, self.engine_kind, self.gpu = device, engine, gpu
         self.is_cpu, self.is_fast = device == "cpu", is_fast
+        self.is_small = is_small or self.is_cpu
         self.judges_speed = judges_speed and not self.is_cpu
         self._folder = Path(tempfile.mkdtemp(prefix="kvferry-check-"))
         self.run_dir = RunDir.at(self._folder)
@@ -115,6 +126,7 @@ class Stage:
         self._workers: list[WorkerProcess] = []
         self._pools: dict[int, Pool] = {}
         self._tickets = 0
+        self._num_workers = 0
         self.leaks: list[str] = []  # processes that would not die
 
     # ---- processes -------------------------------------------------------------------------------
@@ -147,7 +159,8 @@ class Stage:
         """A new W, ready for a rank. Variants are flags of `worker.py`; without any it is `kvferry.gpu_worker`."""
         self.daemon  # noqa: B018  somebody must welcome it
         control, theirs = Channel.pair()
-        number = 1 + len(self._workers)
+        self._num_workers += 1
+        number = self._num_workers
         with theirs:
             process = subprocess.Popen(
                 [
@@ -205,14 +218,22 @@ class Stage:
         if self._engine is not None:
             self._engine.ask("detach", EXIT_S + 2)
         for worker in self._workers:
-            if worker.is_alive and "still" in worker.wait(EXIT_S):
+            worker.control.send({"event": "stop"})  # for spares: one that served has heard its rank's end
+        for worker in self._workers:
+            if "still" in worker.wait(EXIT_S):
                 self._end_worker(worker)
-        self._workers = [worker for worker in self._workers if worker.is_alive]
+            worker.control.close()
+        self._workers.clear()
         for rank in list(self._pools):
             self.drop_pool(rank)
 
+    def strike_engine(self) -> None:
+        """SIGKILL for E, without waiting for its end: `drop_engine` does."""
+        if self._engine is not None:
+            os.kill(self._engine.pid, signal.SIGKILL)
+
     def drop_engine(self) -> None:
-        """Kill E."""
+        """Kill E and reap it."""
         engine, self._engine = self._engine, None
         if engine is not None:
             self._note_leak(engine.name, engine.pid, engine.kill())

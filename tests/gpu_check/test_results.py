@@ -44,7 +44,7 @@ def test_an_item_that_there_is_not_is_refused_by_name(text: str) -> None:
 
 
 def play(items: list[Item], out: Path | None = None) -> Report:
-    choices = Choices("cpu", "cpu", "0", items, out, is_fast=False, judges_speed=True)
+    choices = Choices("cpu", "cpu", "0", items, out, is_fast=False, is_small=False, judges_speed=True)
     return run(choices, lambda text: None)
 
 

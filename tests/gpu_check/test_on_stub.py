@@ -1,0 +1,67 @@
+"""`kvferry gpu-check` on the stub of the driver: the calls are right. Nothing is said here about a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cuda.stubs import environment, violations
+
+pytestmark = pytest.mark.process
+
+
+def check(tmp_path: Path, *flags: str) -> tuple[int, dict[int, dict[str, Any]], str]:
+    """Exit code, items by number, and all that was said; nothing was misused and nothing is left."""
+    out = tmp_path / "check.json"
+    journal = tmp_path / "calls"
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry.cli.main", "gpu-check", "--out", str(out), "--engine", "driver", *flags],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, **environment(journal), "TMPDIR": str(tmp_path)},
+    )
+    assert violations(journal) == []
+    report = json.loads(out.read_text())
+    assert not list(Path("/dev/shm").glob(f"kvferry-{report['instance']}-*"))
+    assert not list(tmp_path.glob("kvferry-check-*"))
+    return done.returncode, {item["item"]: item for item in report["items"]}, done.stderr + done.stdout
+
+
+def test_every_item_that_needs_no_kernel_passes_on_the_stub(tmp_path: Path) -> None:
+    """Cases 1, 83, 98 and 99 among others, on the CUDA device, the real worker and the real client library."""
+    code, items, told = check(tmp_path, "--small", "--no-speed")
+    assert code == 0, told
+    for number, item in items.items():
+        assert item["status"] == ("skipped" if number == 8 else "pass"), item
+    assert items[0]["facts"]["gpu"]["name"] == "Stub GPU"
+    assert items[1]["facts"]["handle"] == "cuda_ipc" and "handle.other_gpu" in items[1]["facts"]["forged"]
+    assert items[3]["facts"]["paths"] == ["batch", "loop"]
+    assert min(items[4]["facts"]["control_wrong_of"][kind] for kind in ("store", "load")) > 0
+    assert items[9]["facts"]["handle"] == "cuda_vmm_fd" and "sleep mode" in items[9]["facts"]["refusal"]
+    assert items[10]["facts"]["stores_running_at_the_kill"] > 0
+    assert items[13]["facts"]["rounds"]["ok_and_mixed"] == 0 < items[13]["facts"]["control"]["ok_and_mixed"]
+
+
+def test_a_driver_that_copies_wrongly_fails_the_run_and_costs_one_item(tmp_path: Path) -> None:
+    control = tmp_path / "control"
+    control.write_text("cuMemcpyBatchAsync fail 1\n")
+    code, items, told = check_with(tmp_path, control, "--small", "--no-speed", "--items", "1,6")
+    assert code == 1, told
+    assert items[1]["status"] == items[6]["status"] == "fail"
+    assert "COPY_FAILED" in items[1]["text"]
+    assert told.rstrip().endswith("failed: item 1, 6")
+
+
+def check_with(tmp_path: Path, control: Path, *flags: str) -> tuple[int, dict[int, dict[str, Any]], str]:
+    """The same on a stub that was told to misbehave."""
+    os.environ["STUBCUDA_CONTROL"] = str(control)
+    try:
+        return check(tmp_path, *flags)
+    finally:
+        del os.environ["STUBCUDA_CONTROL"]
