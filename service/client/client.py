@@ -37,8 +37,9 @@ from kvferry.proto.schema import Message
 log = logging.getLogger("kvferry.client")
 
 IDLE_S: Final = 0.050  # how long the own thread sleeps when nothing is due
-RETRY_S: Final = 0.1  # first wait before looking for a daemon again; doubles up to the next one
+RETRY_S: Final = 0.1  # first wait before looking for a daemon again; grows up to the next one
 RETRY_MAX_S: Final = 1.0
+RETRY_GROWTH: Final = 1.25  # a fifth of the time that a daemon was away is what finding it again may cost
 REFUSED_RETRY_S: Final = 10.0  # a refusal stands until somebody changes something
 # Refusals that pass by themselves: the daemon has not yet noticed that an earlier link of ours is over.
 PASSING: Final = frozenset({"register.engine_taken", "frame.link", "daemon.lost"})
@@ -351,7 +352,7 @@ class Client:
 
     def _plan_retry(self, now_ns: int, wait_s: float | None = None) -> None:
         self._retry_at_ns = now_ns + int((wait_s if wait_s is not None else self._retry_s) * 1e9)
-        self._retry_s = min(self._retry_s * 2, RETRY_MAX_S)
+        self._retry_s = min(self._retry_s * RETRY_GROWTH, RETRY_MAX_S)
 
     def _fail(self, error: Exception) -> None:
         log.debug("error inside the client", exc_info=error)

@@ -450,7 +450,7 @@ def test_a_lost_daemon_is_looked_for_at_a_bounded_pace() -> None:
         s.client._connect = refuse
         for _ in range(200):
             s.turn(50)
-        assert 8 <= tries <= 15, "100 ms, doubling up to 1 s, for 10 s"
+        assert 12 <= tries <= 20, "100 ms, growing to 1 s, for 10 s"
 
 
 def test_registration_is_the_same_after_a_loss() -> None:
