@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to run on, and how much of it."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what to try (default cuda)")
     parser.add_argument("--gpu", default="0", metavar="GPU", help="UUID or number of the GPU (default 0)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results here as JSON, after each item")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="results as JSON, after each item; `-`: printed at the end"
+    )
     parser.add_argument("--items", metavar="LIST", help="only these, as 0-4,13")
     parser.add_argument("--fast", action="store_true", help="smaller sizes in the items 5, 7 and 8")
     parser.add_argument("--small", action="store_true", help="sizes as on CPU wherever that can be; implies --fast")
@@ -42,11 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
             engine="cpu" if is_cpu else arguments.engine,
             gpu=arguments.gpu,
             items=chosen(arguments.items),
-            out=arguments.out,
+            out=None if str(arguments.out) == "-" else arguments.out,
             is_fast=arguments.fast or arguments.small,
             is_small=arguments.small,
             judges_speed=not arguments.no_speed,
         ),
         lambda text: print(text, flush=True),
     )
+    if str(arguments.out) == "-":
+        print(report.as_json())
     return 0 if report.passed else 1

@@ -10,6 +10,7 @@ slot is the runs in the order of the layers.
 
 import argparse
 import contextlib
+import gc
 import mmap
 import os
 import time
@@ -141,6 +142,7 @@ class Engine:
         self._rank = self._memory = self._blindfold = None
         self._ended.clear()
         self._kept.clear()
+        gc.collect()  # whatever still refers to the memory
         self._compute.free()
         return {}
 

@@ -115,8 +115,8 @@ def interference(stage: Stage, facts: dict[str, Any]) -> str:
         raise Skipped("only on a GPU")
     if stage.engine_kind != "torch":
         raise Skipped("only with torch: the engine must run kernels")
-    seconds, side = (3.0, 8192) if stage.is_fast else (7.0, 8192)
-    nbytes = 512 * MIB
+    seconds, side = (0.5, 128) if stage.is_small else (3.0 if stage.is_fast else 7.0, 8192)
+    nbytes = (32 if stage.is_small else 512) * MIB
     stage.make_pool(nbytes)
     copier = _copier(stage, nbytes)
     engine = stage.engine()

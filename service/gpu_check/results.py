@@ -80,12 +80,14 @@ class Report:
         """Whether nothing that must pass did anything else."""
         return not any(result.fails_the_run for result in self.results)
 
+    def as_json(self) -> str:
+        """All of it."""
+        items = [asdict(result) for result in self.results]
+        return json.dumps({"format": FORMAT, **self.about, "passed": self.passed, "items": items}, indent=1)
+
     def write(self, path: Path) -> None:
         """As JSON, whole or not at all: a crash in the next item loses nothing of this one."""
-        text = json.dumps(
-            {"format": FORMAT, **self.about, "passed": self.passed, "items": [asdict(r) for r in self.results]},
-            indent=1,
-        )
+        text = self.as_json()
         new = path.with_name(f"{path.name}.new")
         new.write_text(text + "\n")
         os.replace(new, path)  # noqa: PTH105  the name stays a plain one

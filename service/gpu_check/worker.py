@@ -1,16 +1,18 @@
-"""Process W: the real worker, and three ways to bend it for a control. `kvferry.gpu_worker` is what runs.
+"""Process W: the real worker, and two ways to bend it for a control. `kvferry.gpu_worker` is what runs.
 
---pace N          a CPU device moves N bytes a second: what a GPU's copy leaves time for happens here too
---early-revokes   the planted fault: revokes are read before a store's first byte, not after its last one
---copies HOW      batch or loop, on a GPU
+    --pace N          a CPU device moves N bytes a second: what a GPU's copy leaves time for happens here too
+    --early-revokes   the planted fault: revokes are read before a store's first byte, not after its last one
+
+All other flags are the worker's own.
 """
 
 import argparse
 import sys
 
 from kvferry.gpu_worker import __main__ as worker
-from kvferry.gpu_worker import core
+from kvferry.gpu_worker import core, devices
 from kvferry.gpu_worker.devices.base import Device
+from kvferry.gpu_worker.devices.cpu import CpuDevice, Knobs
 from kvferry.gpu_worker.guards import Guards
 from kvferry.gpu_worker.tickets import Transfer
 from kvferry.proto.outcome import Kind
@@ -36,19 +38,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvferry.gpu_check.worker", description=__doc__)
     parser.add_argument("--pace", type=float, default=0)
     parser.add_argument("--early-revokes", action="store_true")
-    parser.add_argument("--copies", choices=("auto", "batch", "loop"), default="auto")
     own, rest = parser.parse_known_args()
     if own.early_revokes:
         vars(core)["Guards"] = EarlyGuards
 
     def open_device(kind: str, gpu: str = "0", *, must_pin: bool = True) -> Device:
-        if kind == "cpu":
-            from kvferry.gpu_worker.devices.cpu import CpuDevice, Knobs
-
-            return CpuDevice(Knobs(bytes_per_s=own.pace))
-        from kvferry.gpu_worker.devices.cuda import CudaDevice
-
-        return CudaDevice(gpu, copies=own.copies, must_pin=must_pin)
+        return CpuDevice(Knobs(bytes_per_s=own.pace)) if own.pace else devices.open_device(kind, gpu, must_pin=must_pin)
 
     vars(worker)["open_device"] = open_device
     sys.argv[1:] = rest
