@@ -3,7 +3,7 @@
 in   {"kind": "cuda_ipc" | "cuda_vmm_fd", "nbytes": n, "lead": l, "device": 0}
 out  {"handle": {...}, "memory": descriptor in this process, "size": bytes of the allocation}
 
-The engine's memory begins `lead` bytes into its allocation. It is freed when this process ends.
+The engine's memory begins `lead` bytes into its allocation. It is freed after KEPT others, or when this process ends.
 """
 
 import json
@@ -11,13 +11,18 @@ import mmap
 import os
 import subprocess
 import sys
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from kvferry.cuda.driver import Driver, pid_namespace
 from kvferry.proto.layout import Handle
+
+KEPT: Final = 64  # more than any test uses at once
 
 
 class Exporter:
@@ -72,6 +77,7 @@ class Exported:
 def main() -> None:
     driver = Driver.load(sys.argv[1])
     device = -1
+    kept: deque[Callable[[], None]] = deque()  # how each is freed
     for line in sys.stdin:
         asked = json.loads(line)
         if asked["device"] != device:
@@ -82,12 +88,19 @@ def main() -> None:
         blob, memory = b"", -1
         if kind == "cuda_ipc":
             size = needed
-            blob = driver.ipc_export(driver.allocate(size))
+            address = driver.allocate(size)
+            kept.append(partial(driver.free, address))
+            blob = driver.ipc_export(address)
             memory = int.from_bytes(blob[12:16], "little")  # the stub's own: the memfd behind it
         else:
             grain = driver.granularity(device)
             size = -(-needed // grain) * grain
-            memory = driver.export_fd(driver.create(size, device))
+            made = driver.create(size, device)
+            memory = driver.export_fd(made)
+            driver.release(made)  # the descriptor keeps it
+            kept.append(partial(os.close, memory))
+        if len(kept) > KEPT:
+            kept.popleft()()
         handle = {
             "kind": kind,
             "nbytes": asked["nbytes"],

@@ -38,13 +38,14 @@ static Allocation allocations[MAX_OBJECTS]; /* a handle is its index + 1000 */
 static Reservation reservations[MAX_OBJECTS];
 static Pin pins[MAX_OBJECTS];
 static int num_memories, num_pins;
+static int top_memory, top_pin; /* no entry at or above was ever used: lookups are many, objects few */
 _Static_assert(sizeof(Blob) == sizeof(CUipcMemHandle), "a handle has 64 bytes");
 
 /* ---- looking up (with or without the lock: entries are written before they count) ------------------------------ */
 
 static Memory *memory_at(uint64_t address)
 {
-    for (int i = 0; i < MAX_OBJECTS; i++)
+    for (int i = 0; i < top_memory; i++)
         if (memories[i].kind && address >= memories[i].base && address < memories[i].base + memories[i].nbytes)
             return &memories[i];
     return NULL;
@@ -55,7 +56,7 @@ static uint64_t alias(void) { return setting("attr", 91, 1) ? 0 : ALIAS; }
 static Pin *pin_at(uint64_t address) /* as the device sees it */
 {
     address += alias();
-    for (int i = 0; i < MAX_OBJECTS; i++)
+    for (int i = 0; i < top_pin; i++)
         if (pins[i].nbytes && address >= pins[i].base && address < pins[i].base + pins[i].nbytes)
             return &pins[i];
     return NULL;
@@ -132,6 +133,7 @@ static Memory *new_memory(int kind, uint64_t base, size_t nbytes, int fd)
     for (int i = 0; i < MAX_OBJECTS; i++)
         if (!memories[i].kind) {
             memories[i] = (Memory){kind, ++num_memories, current_device(), fd, 1, 0, base, nbytes, {{0}}, 0};
+            top_memory = i < top_memory ? top_memory : i + 1;
             return &memories[i];
         }
     return NULL;
@@ -567,8 +569,10 @@ static CUresult pin(const char *name, void *address, size_t nbytes, unsigned int
         if (!pins[i].nbytes && !pin)
             pin = &pins[i];
     }
-    if (!result)
+    if (!result) {
         *pin = (Pin){base, nbytes, ++num_pins};
+        top_pin = pin - pins < top_pin ? top_pin : (int)(pin - pins) + 1;
+    }
     unlock();
     note("%s %zu flags 3 -> pin%d", name, nbytes, result ? 0 : pin->id);
     return result;

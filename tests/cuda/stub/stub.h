@@ -54,7 +54,7 @@ enum {
     ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, NOT_SUPPORTED = 801
 };
 
-#define MAX_OBJECTS 512
+#define MAX_OBJECTS 4096
 #define ALIAS (1ull << 46) /* between a host address and the device's, where attribute 91 is 0 */
 
 /* core.c */
