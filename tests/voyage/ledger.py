@@ -551,7 +551,8 @@ class Ledger:
     def _bury(self, job: Job, jobs: dict[int, Job]) -> None:
         del jobs[job.job]
         self.tell(job.job, "no copy of it runs any more")
-        is_torn = Outcome.TORN in job.reports.values()
+        # What a dead daemon heard of torn slots died with it: the next one serves them until a load finds out.
+        is_torn = jobs is self.live and Outcome.TORN in job.reports.values()
         for name, slot, generation in zip(job.names, job.slots, job.generations, strict=True):
             self.users[slot].discard(job.job)
             if is_torn and self.ready.get(name) == (slot, generation):
