@@ -6,6 +6,7 @@ The tests of this module share one stack and run in their order: each leaves it 
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def cold(serving: Stack) -> list[str]:
     """The first answers to the four prompts, computed without any cache."""
     said = serving.ask("vllm-cpu", SEEDS)
     assert [one["cached"] for one in said["answers"]] == [0] * len(SEEDS), said
-    say(f"prompts of {said['answers'][0]['prompt']} tokens, cold:     cached tokens 0 0 0 0")
+    say(f"{'prompts of 1,000 tokens, cold:':<38} cached tokens 0 0 0 0")
     return [one["text"] for one in said["answers"]]
 
 
@@ -177,7 +178,9 @@ def test_a_killed_engine_is_seen_by_the_end_of_its_tether_alone(serving: Stack, 
         found = serving.status()
         return bool(found) and not any(one["worker"] == worker["worker"] for one in found["workers"])
 
+    began = time.monotonic()
     until(gone, 10, "the worker of the killed engine has ended")
+    say(f"engine container killed: its worker was gone within {time.monotonic() - began:.1f} s")
     serving.docker("start", serving.container("vllm-cpu"))
     serving.wait_healthy("vllm-cpu")
     warm(serving, cold, "engine container killed, started")
