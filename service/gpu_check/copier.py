@@ -62,6 +62,10 @@ class Copier:
             self.device = CudaDevice(gpu, copies=copies, copy_flags=copy_flags)
         return self.device.describe()
 
+    def describe(self) -> dict[str, Any]:
+        """What the device says of itself: also whether it still copies by batch."""
+        return self.device.describe()
+
     def lend(self, handle: dict[str, Any], pid: int, fds: Sequence[int]) -> None:
         """Map memory that process `pid` lends."""
         fd = os.open(f"/proc/{pid}/fd/{fds[0]}", os.O_RDWR) if fds else None
@@ -210,7 +214,7 @@ def main() -> None:
     parser.add_argument("--line-fd", required=True, type=int)
     options = parser.parse_args()
     copier = Copier()
-    own = ("open", "lend", "use_pool", "copy", "reference", "ways", "memory_free")
+    own = ("open", "describe", "lend", "use_pool", "copy", "reference", "ways", "memory_free")
     events = ("warm_torch", "open_event", "ask_event")
     deeds: dict[str, Callable[..., Any]] = {name: getattr(copier, name) for name in (*own, *events)}
     deeds["look"] = items_look.ask_driver

@@ -103,11 +103,14 @@ def correctness(stage: Stage, facts: dict[str, Any]) -> str:
                 bench.round(group)
     facts |= {"layouts": [group.name for groups in layouts for group in groups], "paths": list(ways)}
     facts["reference"] = copiers[0].ask("ways", 5)
+    facts["paths_in_the_end"] = [copier.ask("describe", 5).get("copies", "cpu") for copier in copiers]
     stage.end_copiers()
     stage.leave()
     _headers(stage)
     count = len(facts["layouts"])
-    return f"{count} groups of {len(layouts)} layouts, {rounds} rounds each: {' = '.join(ways)} = {facts['reference']}"
+    told = f"{count} groups of {len(layouts)} layouts, {rounds} rounds each: {' = '.join(ways)} = {facts['reference']}"
+    refused = ways[0] == "batch" and facts["paths_in_the_end"][0] != "batch"
+    return f"{told}; this driver takes no batch: copies go one by one" if refused else told
 
 
 class _Bench:

@@ -29,7 +29,7 @@ def _slow(stage: Stage) -> list[str]:
 def engine_killed(stage: Stage, facts: dict[str, Any]) -> str:
     """Item 10: SIGKILL of E, with copies running and a mark that never comes."""
     watcher = stage.copier()
-    at_start = watcher.ask("memory_free", 5)
+    at_start = _free(watcher)
     with stage.serve(_geometry(stage), 16, *_slow(stage)) as served:
         pattern = os.urandom(served.geometry.payload)
         served.engine.ask("show", 10, block=1, data=pattern)
@@ -39,7 +39,7 @@ def engine_killed(stage: Stage, facts: dict[str, Any]) -> str:
         spare = stage.worker(*_slow(stage))
         tickets = [served.plan(Kind.STORE, [n], [n], [served.generation()]) for n in range(2, 12)]
         stuck = served.plan(Kind.STORE, [12], [12], [served.generation()])
-        before = watcher.ask("memory_free", 5)
+        before = _free(watcher)
         has_event = _keep_busy(stage, served, watcher, facts)
         # Those that copy wait for no mark: the stream will not come to any more of them.
         served.play(("store", stuck), ("blind", True), ("store", *tickets))
@@ -49,12 +49,12 @@ def engine_killed(stage: Stage, facts: dict[str, Any]) -> str:
         stage.strike_engine()
         if has_event:
             facts["event_of_the_dead"] = _ask_event(watcher)
-        after_kill = watcher.ask("memory_free", 5)
+        after_kill = _free(watcher)
         how = served.worker.wait(REAPED_S + 3.0)
         reaped_s = time.monotonic() - killed
         stage.drop_engine()
         engine_s = time.monotonic() - killed
-        after_reap = watcher.ask("memory_free", 5)
+        after_reap = _free(watcher)
         facts |= {
             "stores_running_at_the_kill": running,
             "worker_ended": how,
@@ -63,7 +63,7 @@ def engine_killed(stage: Stage, facts: dict[str, Any]) -> str:
                 "at_start": at_start, "serving": before, "engine_killed": after_kill, "worker_reaped": after_reap
             },
             "engine_gone_s": round(engine_s, 3),
-            "stuck_mark": str(stage.daemon.known(stuck)),
+            "store_behind_the_mark": _name_of(stage.daemon.known(stuck)),
         }  # fmt: skip
         if not running:
             raise Void("the stores were over before the engine was killed: nothing is shown")
@@ -78,7 +78,8 @@ def engine_killed(stage: Stage, facts: dict[str, Any]) -> str:
             raise Failed("the ready spare ended with the other engine's worker")
         _fresh_engine(stage, served, pattern, generation)
     stage.end_copiers()
-    freed = f"; {(after_reap - before) >> 20} MiB of the GPU are free again" if not stage.is_cpu else ""
+    is_known = not stage.is_cpu and min(before, after_reap) >= 0
+    freed = f"; {(after_reap - before) >> 20} MiB of the GPU are free again" if is_known else ""
     return (
         f"{running} copies running: worker ended ({how}) {reaped_s:.2f} s after the kill{freed};"
         " a spare served the next engine"
@@ -97,6 +98,18 @@ def _fresh_engine(stage: Stage, served: Served, pattern: bytes, generation: int)
     word = served.load([3], [0], [generation])
     if not word["ok"] or engine.ask("see", 10, block=3) != pattern:
         raise Failed(f"what the killed engine had stored did not come back to the next one: {word}")
+
+
+def _name_of(outcome: Outcome | None) -> str:
+    return "nothing was said of it" if outcome is None else outcome.name
+
+
+def _free(watcher: Child) -> int:
+    """Free bytes of the GPU; -1 if the watcher cannot tell, as after an error that a dead engine left it."""
+    try:
+        return int(watcher.ask("memory_free", 5))
+    except ChildError:
+        return -1
 
 
 def _keep_busy(stage: Stage, served: Served, watcher: Child, facts: dict[str, Any]) -> bool:
@@ -127,13 +140,12 @@ def worker_killed(stage: Stage, facts: dict[str, Any]) -> str:
     """Item 11: SIGKILL of W while it copies both ways."""
     with stage.serve(_geometry(stage), 16, *_slow(stage)) as served:
         kept = {slot: served.stamp(slot, OLD + slot) for slot in range(2)}
-        loads = {block: served.stamp(block - 2, NEW) for block in (4, 5, 6, 7)}  # into block n from slot n - 2
-        stores = {block: served.generation() for block in (8, 9, 10, 11)}
-        slots = [block - 2 for block in loads]
-        load = served.plan(Kind.LOAD, list(loads), slots, list(loads.values()))
+        loads = {block: served.stamp(block, NEW) for block in range(2, 8)}  # into block n from slot n
+        stores = {block: served.generation() for block in range(8, 14)}  # from block n into slot n
+        load = served.plan(Kind.LOAD, list(loads), list(loads), list(loads.values()))
         store = served.plan(Kind.STORE, list(stores), list(stores), list(stores.values()))
         served.play(("store", store), ("load", (load, list(loads))))
-        time.sleep(0.004)
+        time.sleep(0.002)
         if not served.worker.kill():
             raise Failed("the worker does not die of SIGKILL")
         torn = [slot for slot, generation in stores.items() if not served.is_whole(slot, generation)]

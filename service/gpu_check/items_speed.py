@@ -38,6 +38,7 @@ def bandwidth(stage: Stage, facts: dict[str, Any]) -> str:
             facts["plain"] = _rounded(copier.ask("plain", 60, nbytes=nbytes))
         rates[way] = {str(run): _rounded(copier.ask("rates", 60, run=run, nbytes=nbytes)) for run in runs}
         facts["rates"] = rates
+        facts.setdefault("path_in_the_end", {})[way] = copier.ask("describe", 5).get("copies", "cpu")
         stage.end_copiers()
     first = next(iter(rates.values()))
     ratios = facts["ratios"] = {

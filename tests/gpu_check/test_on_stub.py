@@ -48,13 +48,15 @@ def test_every_item_that_needs_no_kernel_passes_on_the_stub(tmp_path: Path) -> N
     assert items[13]["facts"]["rounds"]["ok_and_mixed"] == 0 < items[13]["facts"]["control"]["ok_and_mixed"]
 
 
-def test_a_driver_that_copies_wrongly_fails_the_run_and_costs_one_item(tmp_path: Path) -> None:
+def test_a_driver_that_refuses_a_call_fails_the_items_that_need_it_and_no_other(tmp_path: Path) -> None:
     control = tmp_path / "control"
-    control.write_text("cuMemcpyBatchAsync fail 1\n")
-    code, items, told = check_with(tmp_path, control, "--engine", "driver", "--small", "--no-speed", "--items", "1,6")
+    control.write_text("cuEventRecord fail 1\n")
+    code, items, told = check_with(
+        tmp_path, control, "--engine", "driver", "--small", "--no-speed", "--items", "0,1,6,7"
+    )
     assert code == 1, told
-    assert items[1]["status"] == items[6]["status"] == "fail"
-    assert "COPY_FAILED" in items[1]["text"]
+    assert {number: item["status"] for number, item in items.items()} == {0: "pass", 1: "fail", 6: "fail", 7: "pass"}
+    assert all("cuEventRecord" in items[number]["text"] for number in (1, 6))
     assert told.rstrip().endswith("failed: item 1, 6")
 
 
