@@ -62,6 +62,7 @@ class Lane:
     ) -> None:
         self.kind = kind
         self.use_batch = use_batch
+        self._batch_worked = False  # at least once here
         self._driver = driver
         self._context = context
         self._ended = ended
@@ -105,26 +106,32 @@ class Lane:
 
     def _start(self, batch: Batch, part: slice) -> None:
         dst, src, size = batch.dst[part], batch.src[part], batch.size[part]
+        refusal: CudaError | None = None
         if self.use_batch:
-            try:
-                self._driver.copy_batch(
-                    _address(dst),
-                    _address(src),
-                    _address(size),
-                    len(size),
-                    ORDERS[self.kind],
-                    self._copy_flags,
-                    self.stream,
-                )
-            except CudaError as error:
-                if error.result != NOT_SUPPORTED:
-                    raise
-                log.warning("copies are queued one by one from here on: %s", error.text)
-                self.use_batch = False
-            else:
+            refusal = self._start_batch(dst, src, size)
+            if refusal is None:
                 return
         for to, start, nbytes in zip(dst.tolist(), src.tolist(), size.tolist(), strict=True):
             self._driver.copy(to, start, nbytes, self.stream)
+        if refusal is not None:
+            log.warning("%s copies are queued one by one from here on: %s", self.kind.name, refusal.text)
+            self.use_batch = False
+
+    def _start_batch(self, dst: U64, src: U64, size: U64) -> CudaError | None:
+        """One call for all; None, or why it will not do here, which is found out by its first use."""
+        try:
+            self._driver.copy_batch(
+                _address(dst), _address(src), _address(size), len(size),
+                ORDERS[self.kind], self._copy_flags, self.stream,
+            )  # fmt: skip
+        except CudaError as error:
+            # A driver may have the call and not take this GPU's memory, or that of another process, in it. What
+            # was queued before it said so is copied twice: the same bytes to the same place.
+            if error.is_sticky or (self._batch_worked and error.result != NOT_SUPPORTED):
+                raise
+            return error
+        self._batch_worked = True
+        return None
 
     def _wait(self) -> None:
         """The waiter's thread."""

@@ -42,8 +42,8 @@ WATCH_S: Final = 0.050  # how often the own thread looks while a worker serves u
 RETRY_S: Final = 0.5
 RETRY_MAX_S: Final = 2.0
 REFUSED_RETRY_S: Final = 10.0
-# Refusals that pass by themselves: our last worker is not reaped yet, or this one found no daemon.
-PASSING: Final = frozenset({"register.rank_taken", "worker.busy", "daemon.lost", "frame.link"})
+# Refusals that pass by themselves: our last worker is not reaped yet, or this one found no daemon or lost its GPU.
+PASSING: Final = frozenset({"register.rank_taken", "worker.busy", "daemon.lost", "device.lost", "frame.link"})
 # Refusals that never pass: what was shown is not what the engine computes with. Only a first attachment proves it, so
 # there must be no second one.
 FOR_GOOD: Final = frozenset({"layout.probe", "memory.export"})

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.client.fake_gpu import FakeEngine
+from tests.process.sidecar import until
 from tests.process.test_cuda_engine import GpuEngine
 from tests.process.tiny_engine import keys_of
 
@@ -86,6 +87,7 @@ def main() -> None:
     gpu = FakeEngine(library)
     engine = GpuEngine(SimpleNamespace(run_dir=run_dir), gpu, kind, None, name=name)  # type: ignore[arg-type]
     assert engine.client.wait_attached(20), engine.notes
+    until(lambda: engine.ranks[0].attached, 5, "the rank's own word")
     for line in sys.stdin:
         print(json.dumps(answer(engine, json.loads(line))), flush=True)
 

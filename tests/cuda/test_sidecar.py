@@ -75,7 +75,17 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
 
 def attached(engine: GpuEngine) -> GpuEngine:
     assert engine.client.wait_attached(10), engine.notes
+    # The daemon tells the scheduler's side; the rank hears it of its worker, perhaps a moment later.
+    until(lambda: engine.ranks[0].attached, 5, f"the rank's own word; {engine.notes}")
     return engine
+
+
+def said(sidecar: Sidecar, words: str) -> None:
+    """Wait until one of its processes has logged these words."""
+    end = time.monotonic() + 10
+    while not any(words in line for line in list(sidecar.lines)):
+        assert time.monotonic() < end, "\n".join([f"nobody said {words!r}:", *sidecar.lines])
+        time.sleep(0.01)
 
 
 def at_rest(sidecar: Sidecar) -> dict[str, Any]:
@@ -94,7 +104,7 @@ def worker_of(engine: GpuEngine, not_pid: int = 0) -> int:
 
     def ask() -> int:
         pid = engine.ranks[0].worker_pid
-        return pid if pid not in (0, not_pid) and engine.client.attached else 0
+        return pid if pid not in (0, not_pid) and engine.client.attached and engine.ranks[0].attached else 0
 
     return until(ask, 15, f"a worker; {engine.notes}")
 
@@ -302,12 +312,18 @@ def test_a_batch_that_the_driver_refuses_fails_its_job_alone(node: Node, directi
     keys = keys_of("a", 2)
     engine.fill([1, 2], seed=1)
     due = engine.bytes_of([1, 2])
+    # The call works here, both ways: else its first refusal would mean that copies go one by one.
+    assert engine.store("first", keys_of("f", 1), [3]) is Outcome.OK
+    engine.client.finish("first")
+    assert engine.hits("first again", keys_of("f", 1)) == 1
+    assert engine.load("first again", keys_of("f", 1), [4])[0].ok
+    engine.client.finish("first again")
     if direction == "store":
         node.steer("cuMemcpyBatchAsync fail 1 times 1")
         assert engine.store("one", keys, [1, 2]) is Outcome.COPY_FAILED
         engine.client.finish("one")
         status = at_rest(sidecar)
-        assert status["slots"]["ready"] == 0 and status["slots"]["free"] == status["slots"]["total"]
+        assert status["slots"]["ready"] == 1 and status["slots"]["free"] == status["slots"]["total"] - 1
         assert engine.hits("two", keys) == 0
         assert engine.store("three", keys, [1, 2]) is Outcome.OK
         engine.client.finish("three")
@@ -345,12 +361,26 @@ def test_a_sticky_error_ends_the_worker_and_its_death_is_the_answer(node: Node, 
     node.steer()
     engine.client.finish("two")
     worker_of(engine, not_pid=first)
-    until(lambda: any("exited with code 71" in line for line in sidecar.lines), 5, "the supervisor's word")
+    said(sidecar, "exited with code 71")
     assert any("device.lost" in line and "attaches to the next" in line for line in sidecar.lines)
     assert at_rest(sidecar)["workers_died"] == 1
     assert engine.hits("three", keys) == 2
     (end,) = engine.load("three", keys, [11, 12])
     assert end.ok and engine.bytes_of([11, 12]) == due
+
+
+def test_a_gpu_lost_while_a_rank_is_let_in_costs_that_rank_a_moment(node: Node) -> None:
+    """Worker: refuses, exits 71. Engine: told once, asks the next spare within seconds."""
+    sidecar = node.up()
+    node.steer("cuIpcOpenMemHandle_v2 fail 719")
+    engine = node.engine(sidecar)
+    until(lambda: any("device.lost" in note for note in engine.notes), 10, f"the reason: {engine.notes}")
+    said(sidecar, "exited with code 71")
+    node.steer()
+    refused = time.monotonic()
+    attached(engine)
+    assert time.monotonic() - refused < 8
+    assert engine.store("one", keys_of("a", 2), [1, 2]) is Outcome.OK
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
@@ -383,7 +413,7 @@ def test_a_copy_that_hangs_is_given_up_and_its_worker_killed_and_replaced(
     engine.client.finish("two")
     worker_of(engine, not_pid=first)
     assert at_rest(sidecar)["slots"]["ready"] == 2
-    assert any("killing rank 0 worker" in line for line in sidecar.lines)
+    said(sidecar, "killing rank 0 worker")
     assert engine.hits("three", keys) == 2
     (end,) = engine.load("three", keys, [11, 12])
     assert end.ok and engine.bytes_of([11, 12]) == due
@@ -420,7 +450,7 @@ def test_a_worker_that_hangs_while_an_engine_dies_is_gone_all_the_same(node: Nod
     until(lambda: not alive(engine.worker), 3, "the end of the worker")
     assert time.monotonic() - died < 2.5
     node.steer()
-    until(lambda: any("exited with code 70" in line for line in sidecar.lines), 5, "the supervisor's word")
+    said(sidecar, "exited with code 70")
     assert at_rest(sidecar)["slots"]["ready"] == 0
 
 
