@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -67,17 +66,25 @@ def cold(serving: Stack) -> list[str]:
     return [one["text"] for one in said["answers"]]
 
 
-def warm(stack: Stack, cold: list[str], after: str) -> dict[str, Any]:
-    """Ask again: the same answers, and what was evicted or lost comes from kvferry."""
+def warm(stack: Stack, cold: list[str], after: str) -> None:
+    """Ask again: always the same answers; and what was evicted or lost comes from kvferry.
+
+    An answer that is late, as on a crowded machine, is a miss and no fault, so the four may be asked some times.
+    """
     stack.wait_served()
-    said = stack.ask("vllm-cpu", SEEDS)
-    cached = [one["cached"] for one in said["answers"]]
-    say(f"{after + ':':<38} cached tokens {' '.join(map(str, cached))}, from kvferry {said['from_outside']:.0f}")
-    assert [one["text"] for one in said["answers"]] == cold
-    assert cached == [WHOLE_BLOCKS] * len(SEEDS)
-    # The last prompt may still lie in the engine's own cache; the others cannot.
-    assert said["from_outside"] >= (len(SEEDS) - 1) * WHOLE_BLOCKS
-    return said
+    for times in range(1, 5):
+        said = stack.ask("vllm-cpu", SEEDS)
+        assert [one["text"] for one in said["answers"]] == cold
+        cached = [one["cached"] for one in said["answers"]]
+        late = "" if times == 1 else f" (asked {times} times)"
+        say(
+            f"{after + ':':<38} cached tokens {' '.join(map(str, cached))}, from kvferry {said['from_outside']:.0f}{late}"
+        )
+        if cached == [WHOLE_BLOCKS] * len(SEEDS):
+            # The last prompt may still lie in the engine's own cache; the others cannot.
+            assert said["from_outside"] >= (len(SEEDS) - 1) * WHOLE_BLOCKS
+            return
+    raise AssertionError(f"{after}: not all was found again\n{stack.log('vllm-cpu')}\n{stack.log('kvferry')}")
 
 
 def test_the_images_are_small_unprivileged_and_of_one_wheel(docker: Docker, stack: Stack) -> None:
