@@ -59,6 +59,10 @@ class Node:
         """What a worker asked of the driver."""
         return self.journal.with_name(f"{self.journal.name}.{pid}").read_text().splitlines()
 
+    def await_batch(self, pid: int, number: int) -> None:
+        """Wait until a worker has given the driver its so-manieth batch."""
+        until(lambda: sum("BatchAsync stream" in line for line in self.calls_of(pid)) >= number, 10, f"batch {number}")
+
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
@@ -126,7 +130,8 @@ def test_a_killed_engines_worker_is_gone_in_two_seconds_and_the_next_engine_load
     assert (served["state"], served["engine"], served["marks"]) == ("taken", "one", "word")
     assert served["device"]["uuid"] == UUIDS[0] and served["device"]["pinned_bytes"] == 4 << 20
     node.steer("copy delay 100")
-    first.ask(begin=[4, 5, 6], text="b")  # a copy is under way when it dies
+    first.ask(begin=[4, 5, 6], text="b")
+    node.await_batch(first.worker, 2)  # a copy is under way when it dies
     first.kill()
     died = time.monotonic()
     until(lambda: not alive(first.worker), 2, "the end of the worker")
@@ -159,6 +164,7 @@ def test_two_engines_share_one_pinned_pool_and_the_death_of_one_is_not_the_other
     assert one.ask(bytes=[4, 5, 6])["digest"] == digests[two.pid]
     node.steer("copy delay 200")
     one.ask(begin=[7, 8], text="late")
+    node.await_batch(one.worker, 3)
     two.ask(fill=[7, 8], seed=9)
     due = two.ask(bytes=[7, 8])["digest"]
     one.kill()
@@ -444,7 +450,7 @@ def test_a_worker_that_hangs_while_an_engine_dies_is_gone_all_the_same(node: Nod
     engine.ask(fill=[1, 2], seed=1)
     node.steer("copy hang")
     engine.ask(begin=[1, 2], text="a")
-    until(lambda: any("cuMemcpyBatchAsync" in line for line in node.calls_of(engine.worker)), 5, "the copy")
+    node.await_batch(engine.worker, 1)
     engine.kill()
     died = time.monotonic()
     until(lambda: not alive(engine.worker), 3, "the end of the worker")
