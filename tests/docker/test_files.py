@@ -199,6 +199,7 @@ def test_the_connector_is_given_as_one_word() -> None:
         assert config == {"kv_connector": "KvferryConnector", "kv_role": "kv_both"}
 
 
+@pytest.mark.slow
 def test_compose_itself_reads_the_file() -> None:
     for command in (["docker", "compose"], ["docker-compose"]):
         try:
