@@ -95,7 +95,8 @@ def attach(sock: socket.socket, register: RankRegister, fds: Sequence[int], time
     _check_peer(sock)
     raw = frame(register)
     sent = socket.send_fds(sock, [raw], list(fds))
-    sock.sendall(raw[sent:])
+    if sent < len(raw):  # nothing to send is no reason to ask: a worker that refused at once has closed by now
+        sock.sendall(raw[sent:])
     deframer = Deframer()
     passed: list[int] = []
     try:
