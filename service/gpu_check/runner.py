@@ -27,6 +27,7 @@ from kvferry.gpu_check.stage import Stage
 from kvferry.proto.errors import ConfigError
 
 CHECK_S: Final = 60.0
+MAX_LINES: Final = 40  # of what the processes of an item said, told if it failed
 Say = Callable[[str], None]
 
 
@@ -79,7 +80,9 @@ def run(choices: Choices, say: Say) -> Report:
             finding = finding or _finding(report.results[-1])
             if choices.out is not None:
                 report.write(choices.out)
-            say(f"     {report.results[-1].status}: {report.results[-1].text}")
+            last = report.results[-1]
+            for line in (*last.facts.get("said", ()), f"{last.status}: {last.text}"):
+                say(f"     {line}")
     finally:
         stage.close()
         signal.signal(signal.SIGTERM, before)
@@ -106,6 +109,7 @@ def _skipped(item: Item, why: str) -> Result:
 
 def _run_item(item: Item, stage: Stage) -> Result:
     facts: dict[str, Any] = {}
+    heard = len(stage.said())
     began = time.monotonic()
     try:
         with _limit(item.limit_s):
@@ -118,6 +122,7 @@ def _run_item(item: Item, stage: Stage) -> Result:
         status, text = Status.FAIL, f"{type(error).__name__}: {error}"
     if status in (Status.FAIL, Status.VOID):
         stage.clear()
+        facts["said"] = stage.said(heard).decode(errors="replace").splitlines()[-MAX_LINES:]
     text = " ".join(text.split())
     return Result(
         item.number, item.name, item.must, status, text, round(time.monotonic() - began, 2), item.limit_s, facts

@@ -80,7 +80,7 @@ class WorkerProcess:
                     self.device = dict(said.get("device", {}))
                     return
             if self.control.ended:
-                raise Failed(f"the worker ended before it was ready ({self.wait(EXIT_S)}); its words are above")
+                raise Failed(f"the worker ended before it was ready ({self.wait(EXIT_S)})")
         raise Failed(f"the worker was not ready within {timeout_s:g} s")
 
     def wait(self, timeout_s: float) -> str:
@@ -117,6 +117,7 @@ class Stage:
         self.judges_speed = judges_speed and not self.is_cpu
         self._folder = Path(tempfile.mkdtemp(prefix="kvferry-check-"))
         self.run_dir = RunDir.at(self._folder)
+        self._log = (self._folder / "log").open("wb", buffering=0)  # what all children say
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.run_dir.rank(0)))
         self._listener.listen()
@@ -144,13 +145,13 @@ class Stage:
             self.drop_engine()
         if self._engine is None:
             arguments = ["--engine", self.engine_kind, "--gpu", self.gpu, "--run-dir", str(self.run_dir.path)]
-            self._engine = Child("the engine (E)", "kvferry.gpu_check.engine", arguments)
+            self._engine = Child("the engine (E)", "kvferry.gpu_check.engine", arguments, self._log)
             self._engine.ask("start", START_S)
         return self._engine
 
     def copier(self, **options: Any) -> Child:
         """A process with the worker's device alone."""
-        child = Child("the copier", "kvferry.gpu_check.copier")
+        child = Child("the copier", "kvferry.gpu_check.copier", stderr=self._log)
         self._copiers.append(child)
         child.ask("open", START_S, device=self.device, gpu=self.gpu, **options)
         return child
@@ -171,6 +172,7 @@ class Stage:
                 ],
                 pass_fds=[self._listener.fileno(), theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stderr=self._log,
                 process_group=0,
                 env={"KVFERRY_LOG_LEVEL": "warning", **os.environ, **(env or {})},
             )
@@ -267,7 +269,12 @@ class Stage:
         """Leave nothing."""
         self.clear()
         self._listener.close()
+        self._log.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def said(self, since: int = 0) -> bytes:
+        """What the children have said on their standard error, from a position of that on."""
+        return (self._folder / "log").read_bytes()[since:]
 
     def _end_worker(self, worker: WorkerProcess) -> None:
         self._note_leak(f"worker {worker.number}", worker.pid, worker.kill())

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import msgpack
 
@@ -82,7 +82,7 @@ class Line:
 class Child:
     """One child process, from its start to its reap."""
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None):
+    def __init__(self, name: str, module: str, arguments: Sequence[str] = (), stderr: IO[bytes] | None = None) -> None:
         self.name = name
         ours, theirs = socket.socketpair()
         self._line = Line(ours)
@@ -91,7 +91,7 @@ class Child:
                 [sys.executable, "-m", module, *arguments, "--line-fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **(env or {})},
+                stderr=stderr,
                 process_group=0,
             )
         self.pid = self._process.pid

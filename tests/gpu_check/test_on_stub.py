@@ -57,6 +57,7 @@ def test_a_driver_that_refuses_a_call_fails_the_items_that_need_it_and_no_other(
     assert code == 1, told
     assert {number: item["status"] for number, item in items.items()} == {0: "pass", 1: "fail", 6: "fail", 7: "pass"}
     assert all("cuEventRecord" in items[number]["text"] for number in (1, 6))
+    assert any("cuEventRecord" in line for line in items[1]["facts"]["said"])  # the worker's own words
     assert told.rstrip().endswith("failed: item 1, 6")
 
 
