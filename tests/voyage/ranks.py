@@ -87,6 +87,7 @@ class Rank:
         self._arrives_ns = 0
         self._reports_ns = 0
         self.begun: dict[int, int] = {}  # ticket -> mark
+        self._begun_at: dict[int, int] = {}  # ticket -> the worker that was told: no other copies for it
         self.revoked: set[int] = set()
         self._loading: dict[int, tuple[Meaning, tuple[tuple[int, bytes], ...]]] = {}
         self._reported: set[int] = set()
@@ -170,6 +171,7 @@ class Rank:
             if isinstance(message, Begin):
                 tickets = u64(message.tickets).tolist()
                 self.begun.update((ticket, self._held.get(ticket, message.mark)) for ticket in tickets)
+                self._begun_at.update(dict.fromkeys(tickets, self.core.worker))
             if self.tether is not None:
                 self.tether.send(message)
         due = self.core.next_due_ns()
@@ -293,9 +295,11 @@ class Rank:
     def _overwrite(self, block: int) -> None:
         """New contents come into a block: whatever may still be published must not be read from it."""
         reached = self._writer.mark()
-        copies = [item for worker in self.workers for item in worker.copies.items()]
-        for job, (ticket, kind, _, blocks) in copies:
-            if block not in blocks or self.begun.get(ticket, reached + 1) > reached:
+        copies = [(worker.id, *item) for worker in self.workers for item in worker.copies.items()]
+        for worker, job, (ticket, kind, _, blocks) in copies:
+            # A late plan may reach the worker that came after the one that the rank told to begin.
+            is_begun = self._begun_at.get(ticket) == worker and self.begun[ticket] <= reached
+            if block not in blocks or not is_begun:
                 continue
             if kind == Kind.LOAD:
                 raise Broken(f"law 1: {self.name} writes block {block} while load {ticket} may write it")
