@@ -352,7 +352,8 @@ class Voyage:
         self.weather.calm()
         self.faults.end()
         self.log("voyage", "calm")
-        self._until(lambda: self._all(lambda engine: engine.idle), CALM_NS)
+        # Who has nothing to do and stands still has not heard yet of what he lost.
+        self._until(lambda: self._all(lambda engine: engine.idle and not engine.party.stopped), CALM_NS)
         self.log("voyage", "resting")
         ends = clock.now_ns + REST_NS
         while True:
