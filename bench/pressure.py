@@ -25,7 +25,7 @@ from kvferry.scheduler_daemon.core.core import Core
 KEY_BYTES = 32
 PAYLOAD = 1 << 16
 CLIENT, WORKER = LinkId(1), LinkId(2)
-GOAL = 1.5
+GOAL = 1.2
 
 
 class Lab:

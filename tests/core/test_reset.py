@@ -251,7 +251,7 @@ def test_resets_of_one_and_of_all_never_go_back_in_epochs(world):
 
 @pytest.mark.parametrize("num_keys", [100, 30_000])
 def test_a_reset_costs_what_is_under_way_and_not_what_is_held(num_keys, worlds):
-    """Case 120's kind: a reset walks no index. Measured as the best of several, with a wide bound."""
+    """A reset walks no index. Measured as the best of several, with a wide bound."""
     world = World(slots=num_keys, tp=1)
     engine = world.engine(num_blocks=num_keys)
     best = float("inf")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from kvferry.scheduler_daemon.core.jobs import NEXT
+from kvferry.settings import Settings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "states.md"
 
@@ -21,3 +22,10 @@ def test_the_document_has_the_table_that_the_daemon_follows():
     start = lines.index(table()[0])
     end = lines.index("", start)
     assert lines[start:end] == table(), "copy this:\n" + "\n".join(table())
+
+
+def test_the_document_has_the_times_that_a_job_is_given_by_default():
+    settings = Settings(run_dir="/tmp")
+    text = DOCUMENT.read_text()
+    for name in ("job_deadline", "load_deadline", "kill_grace"):
+        assert f"`{name}`, {getattr(settings, name):g} s" in text

@@ -134,7 +134,7 @@ def test_a_killed_daemon_under_load_costs_misses_for_a_moment_and_nothing_else(s
 
 
 def test_ten_daemon_restarts_leave_no_descriptor_thread_file_or_process_more() -> None:
-    """Case 33: nothing grows, for whoever stays."""
+    """Case 45: ten restarts, and nothing grows for whoever stays."""
     with Sidecar("--restarts", "50") as sidecar, TinyEngine(sidecar) as engine:
         assert engine.client.wait_attached(30)
         round_trip(engine, "kept")
@@ -161,7 +161,7 @@ def test_ten_daemon_restarts_leave_no_descriptor_thread_file_or_process_more() -
 
 
 def test_a_daemon_that_keeps_dying_is_given_up_in_one_line_and_the_pool_is_kept(run_dir: Path) -> None:
-    """Case 51: a crash loop has an end that a service manager sees; what it held waits for the next start."""
+    """A crash loop has an end that a service manager sees; what it held waits for the next start."""
     sidecar = Sidecar(tp_size=1, run_dir=run_dir)
     try:
         with TinyEngine(sidecar, ranks=1) as engine:
