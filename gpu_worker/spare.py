@@ -119,7 +119,15 @@ class Worker:
             if found is not None:
                 self._tether, register = found
                 self._door.close()
-                self._control.send({"event": "taken", "engine": register.engine_id, "marks": register.mark_mode})
+                lent = sum(handle.nbytes for handle in register.layout.handles)
+                self._control.send(
+                    {
+                        "event": "taken",
+                        "engine": register.engine_id,
+                        "marks": register.mark_mode,
+                        "lent_bytes": lent,
+                    }
+                )
                 return register
 
     def _admit(self, register: RankRegister) -> tuple[RankMemory, int]:

@@ -32,11 +32,15 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """An engine's rank has connected to this worker. `marks` is how it writes its marks: `word` or `host`."""
+    """An engine's rank has connected to this worker. `marks` is how it writes its marks: `word` or `host`.
+
+    lent_bytes: of the rank's memory, what its handles show the worker.
+    """
 
     child: int
     engine: str
     marks: str = ""
+    lent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

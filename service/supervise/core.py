@@ -92,8 +92,8 @@ class Supervisor:
                 return self._tell_workers()
             case Ready(child, device):
                 return self._ready(child, device, now_ns)
-            case Taken(child, engine, marks):
-                return self._taken(child, engine, marks, now_ns)
+            case Taken():
+                return self._taken(event, now_ns)
             case Exited(child, status):
                 return self._exited(child, status, now_ns)
             case KillWanted(worker, why):
@@ -150,11 +150,12 @@ class Supervisor:
         ready = {c.rank for c in self.children.values() if c.life is not Life.STARTING}
         return ready >= set(range(-1, self.rules.tp_size))
 
-    def _taken(self, child: int, engine: str, marks: str, now_ns: int) -> list[Action]:
-        one = self.children.get(child)
+    def _taken(self, taken: Taken, now_ns: int) -> list[Action]:
+        one = self.children.get(taken.child)
         if one is None or one.rank < 0 or one.life is Life.TAKEN:
             return []
-        one.life, one.engine, one.marks = Life.TAKEN, engine, marks
+        one.life, one.engine, one.marks = Life.TAKEN, taken.engine, taken.marks
+        one.lent_bytes = taken.lent_bytes
         one.pulse.answer()
         return self._spawn_spares(now_ns) + self._tell_workers()
 
@@ -349,6 +350,7 @@ class Supervisor:
                 "state": c.life.value,
                 "engine": c.engine,
                 "marks": c.marks,
+                "lent_bytes": c.lent_bytes,
                 "device": c.device,
             }
             for c in self.workers()

@@ -233,7 +233,14 @@ class Sidecar:
                 case "ready":
                     self._do(Ready(child, dict(said.get("device", {}))))
                 case "taken":
-                    self._do(Taken(child, str(said.get("engine", "")), str(said.get("marks", ""))))
+                    self._do(
+                        Taken(
+                            child,
+                            str(said.get("engine", "")),
+                            str(said.get("marks", "")),
+                            int(said.get("lent_bytes", 0)),
+                        )
+                    )
                 case "drained":
                     self._do(AtRest(child))
                 case "pong":

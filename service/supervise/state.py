@@ -42,6 +42,7 @@ class Child:
     life: Life = Life.STARTING
     engine: str = ""
     marks: str = ""  # of the engine's rank
+    lent_bytes: int = 0  # of its memory: what the worker is shown
     device: dict[str, Any] = field(default_factory=dict)  # what the worker says of it
     kill_why: str = ""
     pulse: Pulse = field(default_factory=Pulse)

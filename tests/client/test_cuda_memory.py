@@ -75,7 +75,7 @@ def test_memory_of_a_mapped_allocation_becomes_a_descriptor_of_the_whole_of_it(e
 def test_what_no_other_process_can_be_shown_is_refused_with_the_setting_that_made_it_so(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, setting: str, value: str, words: str
 ) -> None:
-    """Case 98: named at start, with the fix, and not found out deep inside a registration."""
+    """Cases 98 and 128: named at start, with the fix, and not found out deep inside a registration."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(setting, value)

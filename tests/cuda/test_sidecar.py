@@ -120,7 +120,7 @@ def worker_of(engine: GpuEngine, not_pid: int = 0) -> int:
 def test_a_killed_engines_worker_is_gone_in_two_seconds_and_the_next_engine_loads_what_was_stored(
     node: Node, kind: str
 ) -> None:
-    """Case 104 too: with one rank the pool is `--host-memory`, pinned once by each worker."""
+    """Cases 41 and 104 too: with one rank the pool is `--host-memory`, pinned once by each worker."""
     sidecar = node.up()
     first = EngineProcess(sidecar.run_dir, node.stub.path, "one", kind)
     first.ask(fill=[1, 2, 3], seed=7)
@@ -178,7 +178,8 @@ def test_two_engines_share_one_pinned_pool_and_the_death_of_one_is_not_the_other
     until(lambda: not alive(two.worker), 3, "the end of the worker")
 
 
-def test_status_shows_the_gpu_what_is_pinned_and_how_marks_are_written(node: Node) -> None:
+def test_status_shows_the_gpu_what_is_pinned_and_lent_and_how_marks_are_written(node: Node) -> None:
+    """Case 41: what is held for an engine is stated."""
     sidecar = node.up()
     attached(node.engine(sidecar))
     until(lambda: [w["state"] for w in sidecar.status()["workers"]].count("spare") == 1, 10, "the next spare")
@@ -196,6 +197,7 @@ def test_status_shows_the_gpu_what_is_pinned_and_how_marks_are_written(node: Nod
             "pin_refused": "",
         }
         assert worker["marks"] == ("word" if worker["state"] == "taken" else "")
+        assert (worker["lent_bytes"] > 0) == (worker["state"] == "taken")
     text = kvferry("status", "--run-dir", sidecar.run_dir).stdout
     assert UUIDS[0] in text and "pinned_bytes=4,194,304" in text
     assert any("4194304 bytes of pool pinned in 1 chunks" in line for line in sidecar.lines)

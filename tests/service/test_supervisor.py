@@ -97,11 +97,13 @@ def test_ready_is_said_once_when_the_last_spare_is_ready() -> None:
 def test_a_taken_spare_is_replaced_at_once_and_the_daemon_hears_who_serves() -> None:
     drill = Drill().serve()
     taken = drill.spares[0]
-    drill.do(Taken(taken, "engine-a"))
+    drill.do(Taken(taken, "engine-a", lent_bytes=4096))
     assert [a.rank for a in drill.of(SpawnWorker)] == [0]
     listed = drill.told("workers")[-1]
     states = {w["worker"]: (w["state"], w["engine"]) for w in listed["workers"]}
     assert states[taken] == ("taken", "engine-a")
+    lent = {w["worker"]: w["lent_bytes"] for w in listed["workers"]}
+    assert [worker for worker, nbytes in lent.items() if nbytes] == [taken]
     assert states[drill.spares[0]][0] == "starting"
 
 
