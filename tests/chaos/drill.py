@@ -37,8 +37,11 @@ BLOCK, NUM_BLOCKS = 32, 100  # 3168 tokens of cache: a quarter of what the users
 UNPROVOKED_S = 3.0  # so long after a stop its consequences may come
 REUSE_S = 20.0  # how long a cycle waits for the cache to be used again
 LOOK_S = 0.02
+LINE_S = 0.5  # at most, from a deed of the sidecar to its line here
 # Short, so that a stopped worker is replaced within the goal; a copy here takes milliseconds.
-FLAGS = ("--job-deadline", "1s", "--kill-grace", "500ms")
+DEADLINE_S, GRACE_S = 1.0, 0.5
+FLAGS = ("--job-deadline", f"{DEADLINE_S:g}s", "--kill-grace", f"{GRACE_S:g}s")
+REST_S = 15.0  # until then all is at rest: longer than a lease
 GAUGES = ("stores", "loads", "fences", "leases", "writing", "quarantined", "pinned")
 
 
@@ -75,6 +78,7 @@ class Drill:
         # Moments: when a lookup was asked, and when it was answered with hits; when its load had ended well.
         self._hit: list[tuple[float, float]] = []
         self._used: list[tuple[float, float]] = []
+        self._late: list[tuple[float, float]] = []  # when a thread woke up, and how many seconds too late
         self._over = threading.Event()
         self.sidecar = Sidecar(folder / "run", plan.tp_size, plan.host_memory, folder / "sidecar.log", *FLAGS)
 
@@ -206,6 +210,7 @@ class Drill:
         asleep = time.monotonic()
         while not self._over.wait(LOOK_S):
             now = time.monotonic()
+            self._late.append((now, now - asleep - LOOK_S))
             self.found.starved_s = max(self.found.starved_s, now - asleep - LOOK_S)
             asleep = now
             for line in self._trace.lines():
@@ -242,20 +247,34 @@ class Drill:
 
     def _look_at_rest(self) -> None:
         """Nobody asks any more: jobs, fences, leases, quarantine have to be zero."""
-        done = self.sidecar.ask("status", "--json")
-        if done.returncode:
-            self.complain(f"kvferry status: {(done.stderr or done.stdout)[-300:]}")
-            return
-        status = json.loads(done.stdout)
-        (self._folder / "status.json").write_text(done.stdout)
-        flat = {**status, **status.get("jobs", {}), **status.get("slots", {})}
-        self.found.at_rest = {name: flat[name] for name in GAUGES if isinstance(flat.get(name), int)}
+        until = time.monotonic() + REST_S
+        while True:
+            done = self.sidecar.ask("status", "--json")
+            if done.returncode:
+                self.complain(f"kvferry status: {(done.stderr or done.stdout)[-300:]}")
+                return
+            status = json.loads(done.stdout)
+            (self._folder / "status.json").write_text(done.stdout)
+            flat = {**status, **status.get("jobs", {}), **status.get("slots", {})}
+            self.found.at_rest = {name: flat[name] for name in GAUGES if isinstance(flat.get(name), int)}
+            if not any(self.found.at_rest.values()) or time.monotonic() > until:
+                return
+            self.pause(0.5)
 
     def _look_for_unprovoked_kills(self) -> None:
-        """A worker that the sidecar killed, though nobody had stopped it."""
+        """A worker that the sidecar killed, though nobody had stopped it.
+
+        The drill's deadline and grace are a second and a half in all. On a machine where a thread that only sleeps is
+        late by half a grace in that time, a healthy worker may miss it too: that is said, and is not a fault of it.
+        """
         stops = [fault for fault in self.found.faults if "SIGSTOP" in fault.kind]
         for moment, line in self.sidecar.said("killing rank"):
-            if not any(fault.began < moment < fault.settled + UNPROVOKED_S for fault in stops):
+            if any(fault.began < moment < fault.settled + UNPROVOKED_S for fault in stops):
+                continue
+            late_s = lateness(self._late, moment - DEADLINE_S - GRACE_S - LINE_S, moment + LINE_S)
+            if late_s > GRACE_S / 2:
+                self.found.starved.append(f"a thread that only sleeps was {late_s:.2f} s late just then: {line}")
+            else:
                 self.complain(f"unprovoked: {line}")
 
     def _take(self, crowd: Crowd) -> None:
@@ -280,6 +299,11 @@ class Drill:
     def _say(self, text: str) -> None:
         if not self.plan.quiet:
             print(f"[{time.monotonic() - self._started:6.1f} s] {text}", flush=True)
+
+
+def lateness(late: Sequence[tuple[float, float]], since: float, until: float) -> float:
+    """The longest that the thread woke up too late between these moments, seconds."""
+    return max((seconds for moment, seconds in late if since < moment and moment - seconds < until), default=0.0)
 
 
 def _first(moments: Sequence[tuple[float, float]], since: float) -> float | None:

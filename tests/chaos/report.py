@@ -1,6 +1,9 @@
 """The drill's findings, its verdict and its table. Pure: values in, text out.
 
-Musts make the drill fail: no failed request, no wrong answer, and something was asked at all. Goals are reported.
+Musts make the drill fail: no failed request, no wrong answer, nothing left or held at the end, no growth of what
+kvferry holds, no complaint; and something was asked at all. Goals are reported: they are times, which a crowded machine
+misses, what the engine's own memory does, and workers that were killed while nobody got a processor in time. A strict
+drill fails by them too.
 """
 
 from collections import Counter
@@ -63,6 +66,7 @@ class Findings:
     baseline_wait_s: float = 0.0  # longest without kvferry and without faults
     growth: list[Growth] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
+    starved: list[str] = field(default_factory=list)  # workers killed that had got no processor in time
     left: list[str] = field(default_factory=list)
     at_rest: dict[str, int] = field(default_factory=dict)  # gauges that should be 0 at the end
 
@@ -87,6 +91,7 @@ def verdict(found: Findings) -> list[Line]:
     slowest = max((seconds for seconds in reused if seconds is not None), default=0.0)
     unused = sum(seconds is None for seconds in reused)
     leaks = [one for one in found.growth if one.is_leak]
+    engines = [one for one in leaks if one.measure == "private_mib" and one.subject.startswith("engine")]
     answered = f"{found.answered} of {found.asked} ({found.cut} cut)"
     gauges = {name: value for name, value in found.at_rest.items() if value}
     return [
@@ -102,21 +107,23 @@ def verdict(found: Findings) -> list[Line]:
             f"<= {REUSE_GOAL_S:g} s",
             slowest <= REUSE_GOAL_S and not unused,
         ),
-        Line(
-            "growth",
-            ", ".join(f"{one.subject}: {one.measure} {one.first:g} to {one.last:g}" for one in leaks) or "none",
-            "none",
-            not leaks,
-        ),
-        Line("at rest, not zero", str(gauges or "none"), "none", not gauges),
-        Line("left behind", ", ".join(found.left) or "nothing", "nothing", not found.left),
-        Line("other complaints", str(len(found.complaints)), "0", not found.complaints),
+        _grown("growth", [one for one in leaks if one not in engines], is_must=True),
+        _grown("growth of the engine's memory", engines, is_must=False),
+        Line("workers killed for want of a processor", str(len(found.starved)), "0", not found.starved),
+        Line("at rest, not zero", str(gauges or "none"), "none", not gauges, is_must=True),
+        Line("left behind", ", ".join(found.left) or "nothing", "nothing", not found.left, is_must=True),
+        Line("other complaints", str(len(found.complaints)), "0", not found.complaints, is_must=True),
     ]
 
 
-def passes(lines: Sequence[Line]) -> bool:
-    """Whether every must is met."""
-    return all(line.ok for line in lines if line.is_must)
+def _grown(name: str, leaks: Sequence[Growth], *, is_must: bool) -> Line:
+    said = ", ".join(f"{one.subject}: {one.measure} {one.first:g} to {one.last:g}" for one in leaks)
+    return Line(name, said or "none", "none", not leaks, is_must)
+
+
+def passes(lines: Sequence[Line], *, strict: bool = False) -> bool:
+    """Whether every must is met; if strict, every goal too."""
+    return all(line.ok for line in lines if line.is_must or strict)
 
 
 def table(found: Findings) -> str:
@@ -150,7 +157,8 @@ def table(found: Findings) -> str:
         out.append(
             f"  {one.subject:30}{one.measure:14}{one.samples:4} samples{one.first:10.1f} {one.last:10.1f}{grown}"
         )
-    for name, texts in (("failed", found.failed), ("wrong", found.wrong), ("complaints", found.complaints)):
+    said = {"failed": found.failed, "wrong": found.wrong, "complaints": found.complaints, "starved": found.starved}
+    for name, texts in said.items():
         out += [f"{name}: {text}" for text in texts[:10]]
     for wait in sorted(found.waits, key=lambda one: -one.seconds)[:8]:
         out.append(f"wait {wait.seconds:6.2f} s: {wait.what} [{wait.during}]")

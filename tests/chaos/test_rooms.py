@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from .census import Sample, growth, of_files, of_processes
-from .drill import _Tail
+from .census import Growth, Sample, growth, of_files, of_processes
+from .drill import _Tail, lateness
 from .faults import KINDS, Bag, Kind
 from .report import Fault, Findings, Wait, as_json, passes, table, verdict
 from .talks import Answer, difference, make_talks
@@ -107,8 +107,38 @@ def test_musts_fail_the_run_and_goals_do_not() -> None:
     slow = fine()
     slow.waits.append(Wait(7.5, "1.0-3, token 0", "daemon SIGSTOP"))
     slow.faults.append(Fault("daemon SIGKILL", True, 5.0, 6.0, None, True, 26.0))
-    slow.left.append("process 12")
+    slow.starved.append("killing rank 0 worker 7")
+    slow.growth.append(Growth("engine 1 VLLM::Worker", "private_mib", 9, 500, 600))
     assert passes(verdict(slow))
     not_met = {line.name for line in verdict(slow) if not line.ok}
-    assert not_met == {"longest wait of a request", "cache used again after a return", "left behind"}
-    assert table(slow).count("goal not met") == 3
+    assert not_met == {
+        "longest wait of a request",
+        "cache used again after a return",
+        "workers killed for want of a processor",
+        "growth of the engine's memory",
+    }
+    assert table(slow).count("goal not met") == 4
+    assert not passes(verdict(slow), strict=True)
+    assert passes(verdict(fine()), strict=True)
+
+
+def test_what_stays_behind_or_grows_or_is_complained_of_fails_the_run() -> None:
+    spoilt = [fine() for _ in range(6)]
+    spoilt[0].left.append("process 12")
+    spoilt[1].at_rest["fences"] = 1
+    spoilt[2].complaints.append("exit code 1 after SIGTERM")
+    spoilt[3].growth.append(Growth("daemon 7", "private_mib", 9, 50, 100))
+    spoilt[4].growth.append(Growth("engine 1 VLLM::Worker", "fds", 9, 50, 100))
+    spoilt[5].growth.append(Growth("the sidecar's files", "files", 9, 2, 3))
+    for found in spoilt:
+        assert not passes(verdict(found))
+        assert "FAILED" in table(found)
+
+
+def test_how_late_a_sleeper_woke_up_is_asked_of_the_time_in_question() -> None:
+    late = [(1.0, 0.1), (2.0, 0.9), (3.0, 0.2)]
+    assert lateness(late, 0, 9) == 0.9
+    assert lateness(late, 2.5, 9) == 0.2
+    assert lateness(late, 0, 1.0) == 0.1
+    assert lateness(late, 0, 1.2) == 0.9, "it slept through that moment"
+    assert lateness([], 0, 9) == 0
