@@ -64,6 +64,7 @@ class Worker:
         self._pool = Pool(options.run_dir.pool(options.rank))
         self._daemon: DaemonLink  # from when the pool is registered: a link that nobody looks after is given up
         self._tether: RankTether | None = None
+        self.was_ready = False
         self._boot = 0  # of the daemon behind the open link
         self._inbox: deque[Any] = deque()  # the daemon's words that nobody has taken yet
 
@@ -78,6 +79,7 @@ class Worker:
             return 0
         try:
             self._await_daemon(None)
+            self.was_ready = True
             self._control.send({"event": "ready", "device": self._device.describe()})
             register = self._await_rank()
             memory, slots = self._admit(register)

@@ -93,7 +93,8 @@ class Daemon:
         self._stood_ns = 0  # as the log has it
         self._started_ns = now_ns()
         self._workers: list[dict[str, Any]] = []  # as the supervisor last said
-        self._deaths = {"daemon_restarts": 0, "workers_died": 0}
+        self._deaths = {"daemon_restarts": 0, "workers_died": 0, "spares_failed": 0}
+        self._no_spare: list[dict[str, Any]] = []  # ranks whose next spare does not start, and why
         self._bad_logged_ns = 0
         self._bad_seen = 0
         self._stopping = False
@@ -211,6 +212,7 @@ class Daemon:
                     self._events([WorkerReaped(WorkerId(event["worker"]))], now)
                 case "workers":
                     self._workers = event["workers"]
+                    self._no_spare = event.get("no_spare", [])
                     self._deaths = {name: event.get(name, 0) for name in self._deaths}
                     if not self._listed:
                         self._listed = True
@@ -275,6 +277,7 @@ class Daemon:
             "stood_still_s": round(self._now_ns.stood_ns / 1e9, 3),
             **self._deaths,
             "table": {"boots": self._table.boots, "discarded": self._table.discarded},
+            "no_spare": self._no_spare,
             "workers": [{**worker, "worker": f"{worker['worker']:016x}"} for worker in self._workers],
             "links": {role: roles.count(role) for role in ("client", "worker", "admin")},
             "bad_messages": dict(self._switchboard.bad),

@@ -103,9 +103,7 @@ class Settings(BaseSettings):
     in_flight: Bytes = Field(
         parse_bytes("1GiB"), gt=0, description="bytes that one engine may have under way in each direction"
     )
-    restarts: int = Field(
-        5, ge=0, le=1_000_000, description="deaths of the daemon or of spare workers within 30 s that are survived"
-    )
+    restarts: int = Field(5, ge=0, le=1_000_000, description="deaths of the daemon within 30 s that are survived")
     keep: bool = Field(False, description="keep the pool on Ctrl-C too, for the next start")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged to stderr")
 

@@ -1,7 +1,7 @@
 """The control channel between the supervisor and one child: small maps over a socket pair, never bytes of KV.
 
     supervisor ──{"event": "workers" | "reaped" | "drain" | "ping" | "stop"}──▶ child
-    child ──{"event": "ready" | "taken" | "kill" | "drained" | "pong"}──▶ supervisor
+    child ──{"event": "ready" | "failed" | "taken" | "kill" | "drained" | "pong"}──▶ supervisor
 
 `ping` is answered by `pong` from the place where the child waits for work, so that an answer means that it does;
 a worker that serves a rank is not asked. docs/protocol.md lists all of them.

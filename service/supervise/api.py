@@ -44,6 +44,14 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
+class Failed:
+    """A child cannot start and says why; its end follows."""
+
+    child: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Exited:
     """A child is reaped. `status` is its exit code, or minus the signal that ended it."""
 
@@ -103,7 +111,9 @@ class TimePassed:
     """Look at the bounds."""
 
 
-Event: TypeAlias = Begin | Spawned | Ready | Taken | Exited | KillWanted | Answered | Seen | AtRest | Stop | TimePassed
+Event: TypeAlias = (
+    Begin | Spawned | Ready | Taken | Failed | Exited | KillWanted | Answered | Seen | AtRest | Stop | TimePassed
+)
 
 # ---- actions ---------------------------------------------------------------------------------------
 
@@ -117,10 +127,14 @@ class SpawnDaemon:
 
 @dataclass(frozen=True, slots=True)
 class SpawnWorker:
-    """Start a worker of `rank`; its worker id is `child`."""
+    """Start a worker of `rank`; its worker id is `child`.
+
+    is_retry: those before it failed and the reason is logged; this one says only us, should it be the same.
+    """
 
     child: int
     rank: int
+    is_retry: bool = False
 
 
 @dataclass(frozen=True, slots=True)

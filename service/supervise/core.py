@@ -20,8 +20,9 @@ Rules
   child is killed, and then it is one that died: for a hung daemon another one starts, warm. A supervisor whose
   beat comes late stood still itself, or waits for a CPU like all others: it counts anew.
 - A child that dies before the first ready line would die again: give up at once. Later, more than
-  `restarts` deaths of daemon or spares within `window_ns` give up. A taken worker's death is not counted:
-  one engine's trouble must not end the sidecar of its neighbours; instead the next spare of that rank waits.
+  `restarts` deaths of the daemon within `window_ns` give up. No worker's death is counted: one engine's trouble
+  must not end the sidecar of its neighbours. After a taken one's the next spare of that rank waits a little; one
+  that does not start is tried again with a growing pause, for ever, and serves nobody less (`spares.py`).
 """
 
 from collections import deque
@@ -36,6 +37,7 @@ from kvferry.supervise.api import (
     Begin,
     Event,
     Exited,
+    Failed,
     Finish,
     Kill,
     KillWanted,
@@ -55,6 +57,7 @@ from kvferry.supervise.api import (
     Vitals,
 )
 from kvferry.supervise.pulse import STOPPED, TICKS_A_SECOND
+from kvferry.supervise.spares import Spares
 from kvferry.supervise.state import ALIVE, Child, Ending, Life, Phase, Rules, how_ended, name_of
 
 
@@ -68,6 +71,7 @@ class Supervisor:
     children: dict[int, Child] = field(default_factory=dict)
     restarts: int = 0  # of the daemon
     workers_died: int = 0  # workers that ended by a signal or an error
+    _spares: Spares = field(init=False)
     _served: bool = False  # the first ready line is out
     _failures: deque[int] = field(default_factory=deque)
     _ending: Ending | None = None
@@ -77,6 +81,9 @@ class Supervisor:
     _keep: bool = True
     _code: int = 0
     _why: str = ""
+
+    def __post_init__(self) -> None:
+        self._spares = Spares(self.rules)
 
     # ---- the door ------------------------------------------------------------------------------------
 
@@ -94,6 +101,10 @@ class Supervisor:
                 return self._ready(child, device, now_ns)
             case Taken():
                 return self._taken(event, now_ns)
+            case Failed(child, why):
+                if child in self.children:
+                    self.children[child].failed_why = (why.splitlines() or [""])[0]
+                return []
             case Exited(child, status):
                 return self._exited(child, status, now_ns)
             case KillWanted(worker, why):
@@ -139,16 +150,19 @@ class Supervisor:
             return []
         one.life, one.device = Life.SPARE, device
         one.pulse.forget()
-        actions = self._tell_workers()
-        if self.phase is not Phase.SERVING and self._complete():
-            self.phase = Phase.SERVING
-            actions.append(TellReady(again=self._served))
-            self._served = True
-        return actions
+        told = self._spares.work(one.rank, now_ns)
+        return [*self._tell_workers(), *self._complete(), *([Note(told)] if told else [])]
 
-    def _complete(self) -> bool:
+    def _complete(self) -> list[Action]:
+        """Say that it serves, if now it does. Once it has, a rank whose spare does not start holds up nobody else."""
         ready = {c.rank for c in self.children.values() if c.life is not Life.STARTING}
-        return ready >= set(range(-1, self.rules.tp_size))
+        if self._served:
+            ready |= self._spares.waiting()
+        if self.phase is Phase.SERVING or not ready >= set(range(-1, self.rules.tp_size)):
+            return []
+        self.phase = Phase.SERVING
+        again, self._served = self._served, True
+        return [TellReady(again)]
 
     def _taken(self, taken: Taken, now_ns: int) -> list[Action]:
         one = self.children.get(taken.child)
@@ -157,6 +171,7 @@ class Supervisor:
         one.life, one.engine, one.marks = Life.TAKEN, taken.engine, taken.marks
         one.lent_bytes = taken.lent_bytes
         one.pulse.answer()
+        self._spares.forget(one.rank)
         return self._spawn_spares(now_ns) + self._tell_workers()
 
     def _spawn_spares(self, now_ns: int) -> list[Action]:
@@ -171,7 +186,7 @@ class Supervisor:
             self._spare_at.pop(rank, None)  # over, also for a rank that has its spare: no time is due for ever
             if rank in covered:
                 continue
-            actions.append(SpawnWorker(self._new_child(rank), rank))
+            actions.append(SpawnWorker(self._new_child(rank), rank, self._spares.is_told(rank)))
         return actions
 
     # ---- deaths --------------------------------------------------------------------------------------
@@ -198,16 +213,24 @@ class Supervisor:
                 served = f", which served engine {one.engine!r}," if one.engine else ""
                 actions.append(Note(f"{name}{served} {how}; the rank attaches again to the spare"))
                 self._spare_at[one.rank] = now_ns + self.rules.backoff_ns
+            pause_ns = self._spares.hurry(one.rank)
+            if pause_ns is not None:
+                self._spare_at[one.rank] = now_ns + pause_ns
         else:
-            actions.append(Note(f"{name}, a spare, {how}; starting another"))
-            if self._too_many(now_ns):
-                return actions + self._give_up(name, how, now_ns)
+            told, pause_ns = self._spares.fail(one, status, now_ns)
+            if told:
+                actions.append(Note(told))
+            if pause_ns:
+                self._spare_at[one.rank] = now_ns + pause_ns
+                actions += self._complete()
         return actions + self._spawn_spares(now_ns) + self._tell_workers()
 
     def _daemon_died(self, how: str, now_ns: int) -> list[Action]:
         self.restarts += 1
         if self._too_many(now_ns):
-            return self._give_up("daemon", how, now_ns)
+            window = self.rules.window_ns // 1_000_000_000
+            why = f"giving up: the daemon died {len(self._failures)} times within {window} s, the last time it {how}"
+            return self._stop(1, why, now_ns)
         self.phase = Phase.RESTARTING
         return [
             Note(f"daemon {how}; another one starts, the workers and what the pool holds stay"),
@@ -219,11 +242,6 @@ class Supervisor:
         while self._failures[0] <= now_ns - self.rules.window_ns:
             self._failures.popleft()
         return len(self._failures) > self.rules.restarts
-
-    def _give_up(self, name: str, how: str, now_ns: int) -> list[Action]:
-        window = self.rules.window_ns // 1_000_000_000
-        why = f"giving up: {len(self._failures)} children died within {window} s, the last: {name} {how}"
-        return self._stop(1, why, now_ns)
 
     def _kill_wanted(self, worker: int, why: str) -> list[Action]:
         one = self.children.get(worker)
@@ -357,7 +375,8 @@ class Supervisor:
             if c.pid  # one that is only about to be spawned has served nobody: a new daemon need not await it
         ]
         died = {"daemon_restarts": self.restarts, "workers_died": self.workers_died}
-        return self._tell_daemon({"event": "workers", "workers": listed, **died})
+        lacks = {"spares_failed": self._spares.failed, "no_spare": self._spares.listed()}
+        return self._tell_daemon({"event": "workers", "workers": listed, **died, **lacks})
 
     def _tell_daemon(self, message: dict[str, Any]) -> list[Action]:
         daemon = self._daemon()

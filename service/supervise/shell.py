@@ -32,6 +32,7 @@ from kvferry.supervise.api import (
     Begin,
     Event,
     Exited,
+    Failed,
     Finish,
     Kill,
     KillWanted,
@@ -241,6 +242,8 @@ class Sidecar:
                             int(said.get("lent_bytes", 0)),
                         )
                     )
+                case "failed":
+                    self._do(Failed(child, str(said.get("why", ""))))
                 case "drained":
                     self._do(AtRest(child))
                 case "pong":
@@ -271,9 +274,9 @@ class Sidecar:
         match action:
             case SpawnDaemon(child):
                 self._spawn(child, "kvferry.scheduler_daemon", self._daemon_arguments(), ())
-            case SpawnWorker(child, rank):
+            case SpawnWorker(child, rank, is_retry):
                 fd = self._listeners[rank].fileno()
-                self._spawn(child, "kvferry.gpu_worker", self._worker_arguments(child, rank, fd), (fd,))
+                self._spawn(child, "kvferry.gpu_worker", self._worker_arguments(child, rank, fd, is_retry), (fd,))
             case Tell(child, message):
                 if child in self._processes:
                     self._processes[child].tell(message)
@@ -296,6 +299,7 @@ class Sidecar:
             process = Process(module, arguments, fds, {LEVEL_ENV: self._settings.log_level})
         except OSError as error:  # no memory, no process or no descriptor left: it counts as a death
             log.error("cannot start %s: %s", module, error)
+            self._do(Failed(child, f"it cannot be started: {error}"))
             self._do(Exited(child, os.EX_OSERR))
             return
         self._processes[child] = process
@@ -317,7 +321,7 @@ class Sidecar:
         }
         return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
 
-    def _worker_arguments(self, child: int, rank: int, listen_fd: int) -> list[str]:
+    def _worker_arguments(self, child: int, rank: int, listen_fd: int, is_retry: bool) -> list[str]:
         flags: dict[str, Any] = {
             "run-dir": self._run_dir.path,
             "rank": rank,
@@ -327,7 +331,8 @@ class Sidecar:
         }
         if self._gpus:
             flags |= {"gpu": self._gpus[rank].uuid, "pin": self._settings.pin}
-        return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+        told = ["--retry"] if is_retry else []
+        return [text for name, value in flags.items() for text in (f"--{name}", str(value))] + told
 
     def _make_pools(self) -> None:
         s = self._settings

@@ -45,6 +45,7 @@ class Child:
     lent_bytes: int = 0  # of its memory: what the worker is shown
     device: dict[str, Any] = field(default_factory=dict)  # what the worker says of it
     kill_why: str = ""
+    failed_why: str = ""  # why it cannot start, in its own words
     pulse: Pulse = field(default_factory=Pulse)
 
 
@@ -61,6 +62,8 @@ class Rules:
     kill_ns: int = 4_000_000_000  # from stop to SIGKILL
     leave_ns: int = 9_000_000_000  # from stop to leaving an unkillable child behind
     backoff_ns: int = 1_000_000_000  # wait for the next spare after a taken worker's hard death
+    retry_ns: int = 1_000_000_000  # wait for the next spare after one that did not start; doubled each time
+    retry_most_ns: int = 30_000_000_000
     beat_ns: int = 1_000_000_000
     late_ns: int = 1_000_000_000  # a beat that comes this much late says more of us than of others
     looks: int = LOOKS

@@ -25,7 +25,7 @@ from tests.process.tiny_engine import keys_of
 
 pytestmark = pytest.mark.process
 
-SHORT = ("--job-deadline", "1s", "--load-deadline", "1s", "--kill-grace", "500ms")
+SHORT = ("--job-deadline", "1s", "--load-deadline", "1s", "--kill-grace", "3s")
 
 
 class Node:
@@ -279,6 +279,43 @@ def test_where_pinning_is_forbidden_a_sidecar_that_only_wants_it_serves_with_one
     assert end.ok and engine.bytes_of([7, 8]) == due
 
 
+@pytest.mark.parametrize(
+    "call, code", [("cuDevicePrimaryCtxRetain", "device.open"), ("cuMemHostRegister_v2", "device.pin")]
+)
+def test_an_engine_is_served_on_while_the_next_spare_finds_no_room_on_its_gpu(node: Node, call: str, code: str) -> None:
+    """Cases 41, 93. The engine took the memory that the next context needs: said once, shown, tried until it works.
+
+    Engine: served by the worker it has. Sidecar: lives. The next engine: is served as soon as a spare starts.
+    """
+    sidecar = node.up()
+    node.steer(f"{call} fail 2")
+    one = EngineProcess(sidecar.run_dir, node.stub.path, "one")
+
+    def lacks(tries: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = sidecar.status()["no_spare"]
+        return found if found and found[0]["tries"] >= tries else []
+
+    (lack,) = until(lambda: lacks(2), 20, "the second try")
+    assert lack["rank"] == 0 and lack["why"].startswith(f"exited with code 2 ({code}: ")
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in lack["why"]
+    one.ask(fill=[1, 2], seed=1)
+    due = one.ask(bytes=[1, 2])["digest"]
+    assert one.ask(store=[1, 2], text="a") == {"outcome": "OK"}
+    node.steer()
+    until(lambda: not sidecar.status()["no_spare"], 20, "a spare")
+    assert sum("rank 0 has no spare: " in line for line in sidecar.lines) == 1
+    assert sum(f"rank 0: {code}" in line for line in sidecar.lines) == 1  # the worker's own, with the fix
+    said(sidecar, "rank 0 has a spare again, after ")
+    assert sidecar.status()["spares_failed"] >= 2
+    two = EngineProcess(sidecar.run_dir, node.stub.path, "two")
+    assert two.ask(load=[7, 8], text="a") == {"hits": 2, "ok": True}
+    assert two.ask(bytes=[7, 8])["digest"] == due
+    assert one.ask(worker=0)["pid"] == one.worker
+    for engine in (one, two):
+        engine.kill()
+        until(lambda pid=engine.worker: not alive(pid), 3, "the end of the worker")  # type: ignore[misc]
+
+
 # ---- the driver fails while it serves --------------------------------------------------------------
 
 
@@ -377,6 +414,24 @@ def test_a_sticky_error_ends_the_worker_and_its_death_is_the_answer(node: Node, 
     assert end.ok and engine.bytes_of([11, 12]) == due
 
 
+def test_a_store_under_a_sticky_error_ends_with_its_worker_and_its_slots_are_free_after_the_reap(node: Node) -> None:
+    """Store: WORKER_DIED, after the reap. Slots: what was stored before stays, the others are free. Engine: goes on."""
+    sidecar = node.up()
+    engine = attached(node.engine(sidecar))
+    first = worker_of(engine)
+    assert engine.store("works", keys_of("w", 1), [1]) is Outcome.OK
+    node.steer("cuMemcpyBatchAsync fail 719")
+    assert engine.store("one", keys_of("a", 2), [2, 3], timeout_s=15) is Outcome.WORKER_DIED
+    assert not alive(first)
+    node.steer()
+    engine.client.finish("one")
+    worker_of(engine, not_pid=first)
+    slots = at_rest(sidecar)["slots"]
+    assert slots["ready"] == 1 and slots["free"] == slots["total"] - 1
+    assert engine.hits("two", keys_of("a", 2)) == 0
+    assert engine.store("three", keys_of("a", 2), [2, 3]) is Outcome.OK
+
+
 def test_a_gpu_lost_while_a_rank_is_let_in_costs_that_rank_a_moment(node: Node) -> None:
     """Worker: refuses, exits 71. Engine: told once, asks the next spare within seconds."""
     sidecar = node.up()
@@ -410,7 +465,9 @@ def test_a_copy_that_hangs_is_given_up_and_its_worker_killed_and_replaced(
     engine.client.finish("one")
     node.steer(f"{where} hang")
     if direction == "store":
-        assert engine.store("two", keys_of("b", 2), [3, 4], timeout_s=15) in (Outcome.DEADLINE, Outcome.WORKER_DIED)
+        assert engine.store("two", keys_of("b", 2), [3, 4], timeout_s=15) is Outcome.DEADLINE
+        slots = sidecar.status()["slots"]
+        assert alive(first) and slots["quarantined"] == 2, slots
     else:
         assert engine.hits("two", keys) == 2
         (end,) = engine.load("two", keys, [7, 8], timeout_s=15)

@@ -9,6 +9,7 @@ from kvferry.supervise.api import (
     Begin,
     Event,
     Exited,
+    Failed,
     Finish,
     Kill,
     KillWanted,
@@ -233,7 +234,7 @@ def restart(drill: Drill) -> None:
     drill.do(Ready(drill.daemon))
 
 
-def test_five_deaths_within_thirty_seconds_are_survived_and_the_sixth_gives_up_in_one_line() -> None:
+def test_five_deaths_of_the_daemon_within_thirty_seconds_are_survived_and_the_sixth_gives_up_in_one_line() -> None:
     drill = Drill().serve()
     for _ in range(5):
         drill.now += S
@@ -243,7 +244,7 @@ def test_five_deaths_within_thirty_seconds_are_survived_and_the_sixth_gives_up_i
     drill.do(Exited(drill.daemon, -9))
     drill.end_all()
     [finish] = drill.of(Finish)
-    assert finish == Finish(1, "giving up: 6 children died within 30 s, the last: daemon ended by signal 9")
+    assert finish == Finish(1, "giving up: the daemon died 6 times within 30 s, the last time it ended by signal 9")
 
 
 def test_deaths_that_are_far_apart_are_survived_for_ever() -> None:
@@ -254,13 +255,104 @@ def test_deaths_that_are_far_apart_are_survived_for_ever() -> None:
         assert drill.core.phase is Phase.SERVING
 
 
-def test_spares_that_die_over_and_over_give_up() -> None:
+def fail(
+    drill: Drill, why: str = "device.open: no memory is left on the GPU\n  fix: less", code: int = 2
+) -> list[Action]:
+    """Rank 0's worker that starts says why it cannot, and exits."""
+    drill.do(Failed(drill.spares[0], why))
+    return drill.do(Exited(drill.spares[0], code))
+
+
+def test_a_spare_that_never_starts_is_tried_again_for_ever_and_whoever_is_served_notices_nothing() -> None:
+    """An engine has taken the GPU's memory: the pause doubles to half a minute, and nothing else happens."""
     drill = Drill(tp_size=1).serve()
+    serving = drill.spares[0]
+    drill.do(Taken(serving, "a"))
+    pauses = []
+    for _ in range(50):
+        assert not [a for a in fail(drill) if isinstance(a, SpawnWorker | Kill | Terminate)]
+        assert not drill.told("stop") and drill.core.phase is Phase.SERVING
+        failed_at = drill.now
+        while not drill.of(SpawnWorker):
+            due = drill.core.next_due_ns()
+            assert due is not None and due > drill.now
+            drill.now = due
+            drill.do(TimePassed())
+        pauses.append((drill.now - failed_at) // S)
+    assert pauses[:7] == [1, 2, 4, 8, 16, 30, 30] and set(pauses[6:]) == {30}
+    assert serving in drill.core.children
+
+
+def test_a_rank_without_a_spare_is_said_once_with_its_reason_and_once_more_when_it_has_one() -> None:
+    drill = Drill(tp_size=1).serve()
+    drill.do(Taken(drill.spares[0], "a"))
+    notes: list[str] = []
+    for tries in range(1, 4):
+        notes += [a.text for a in fail(drill) if isinstance(a, Note)]
+        shown = drill.told("workers")[-1]
+        why = "exited with code 2 (device.open: no memory is left on the GPU)"
+        assert shown["no_spare"] == [{"rank": 0, "tries": tries, "why": why}]
+        assert shown["spares_failed"] == tries
+        drill.now += 40 * S
+        drill.do(TimePassed())
+        assert drill.of(SpawnWorker) == [SpawnWorker(drill.spares[0], 0, is_retry=True)]
+    assert len(notes) == 1
+    assert notes[0].startswith("rank 0 has no spare: ") and "(device.open: no memory" in notes[0]
+    [again] = [a.text for a in fail(drill, "device.pin: refused") if isinstance(a, Note)]
+    assert "device.pin" in again, "another reason is news"
+    drill.now += 40 * S
+    drill.do(TimePassed())
+    drill.do(Ready(drill.spares[0]))
+    assert [a.text for a in drill.last if isinstance(a, Note)] == ["rank 0 has a spare again, after 4 that failed"]
+    assert drill.told("workers")[-1]["no_spare"] == []
+
+
+def test_the_end_of_the_ranks_worker_makes_the_next_try_come_soon() -> None:
+    """With its engine goes what kept the spare out."""
+    drill = Drill(tp_size=1).serve()
+    serving = drill.spares[0]
+    drill.do(Taken(serving, "a"))
+    for _ in range(8):
+        fail(drill)
+        drill.now += 30 * S
+        drill.do(TimePassed())
+    fail(drill)
+    drill.do(Exited(serving, 0))
+    assert not drill.of(SpawnWorker)
+    drill.now += S
+    drill.do(TimePassed())
+    assert drill.of(SpawnWorker)
+    drill.do(Ready(drill.spares[0]))
+    drill.do(Taken(drill.spares[0], "b"))
+    assert drill.told("workers")[-1]["no_spare"] == []
+
+
+def test_a_spare_that_cannot_be_ready_holds_up_no_daemon_and_no_other_rank() -> None:
+    drill = Drill(tp_size=2).serve()
+    drill.do(Exited(drill.spares[0], -9))
+    fail(drill)
+    drill.do(Exited(drill.daemon, -9))
+    drill.do(Ready(drill.daemon))
+    assert drill.of(TellReady) == [TellReady(again=True)]
+    assert drill.core.phase is Phase.SERVING
+    drill.do(Taken(drill.spares[1], "a"))
+    assert [a.rank for a in drill.of(SpawnWorker)] == [1]
+
+
+def test_spares_that_are_ready_and_die_each_time_wait_longer_each_time() -> None:
+    drill = Drill(tp_size=1).serve()
+    started: list[int] = []
     for _ in range(6):
-        drill.do(Exited(drill.spares[0], 1))
-    assert drill.core.phase is Phase.STOPPING
-    drill.end_all()
-    assert [a.code for a in drill.last if isinstance(a, Finish)] == [1]
+        drill.do(Exited(drill.spares[0], -9))
+        while not drill.of(SpawnWorker):
+            drill.now = drill.core.next_due_ns() or 0
+            drill.do(TimePassed())
+        started.append(drill.now // S)
+        drill.do(Ready(drill.spares[0]))
+    assert [b - a for a, b in itertools.pairwise(started)] == [1, 2, 4, 8, 16]
+    drill.now += 40 * S
+    drill.do(Exited(drill.spares[0], -9))
+    assert drill.of(SpawnWorker), "one that stood for long is replaced at once"
 
 
 def test_stop_tells_all_then_terminates_then_kills_then_leaves() -> None:

@@ -25,6 +25,7 @@ CORES = [
     "service/client/core.py",
     "service/client/*_core.py",
     "service/supervise/core.py",
+    "service/supervise/spares.py",
 ]
 IMPURE = {
     "zmq": "give the core an event, and let it return an action",
