@@ -13,5 +13,5 @@
     tether.py    what a rank and its worker say to each other, and stream framing
     layout.py    how KV memory is described, in bytes only
     link.py      frames, and a numbered, acknowledged link over any lossy carrier
-    page.py      the shared page of a rank: mark, revokes, done words
+    page.py      the shared page of a rank: mark, revokes, ended tickets
 """
