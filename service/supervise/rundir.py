@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import stat
 from pathlib import Path
@@ -47,11 +48,24 @@ def _refuse_shared(path: Path, found: os.stat_result) -> None:
     if mode & 0o077:
         # Whoever can enter could attach to our memory. Closing it ourselves would lock others out of what is
         # theirs to use: it may be /tmp, or somebody's home.
+        close_it = f", or `chmod 700 {path}`" if not mode & stat.S_ISVTX and _is_only_ours(path) else ""
         raise ConfigError(
             "run_dir.open",
             f"the run dir {path} has mode {mode:04o}, so others can enter it; it must be 0700",
-            f"choose an empty directory of your own, or `chmod 700 {path}`; one that is missing is made so",
+            f"choose a directory of your own that is missing or empty{close_it}; one that is missing is made so",
         )
+
+
+def _is_only_ours(path: Path) -> bool:
+    """Whether nothing but names of kvferry is in it: closing any other to others may break what is theirs."""
+    try:
+        return all(_is_our_name(found.name) for found in path.iterdir())
+    except OSError:
+        return False
+
+
+def _is_our_name(name: str) -> bool:
+    return name in ("daemon.sock", "tether.sock", "kvferry.lock") or bool(re.fullmatch(r"rank-\d+\.sock", name))
 
 
 class Lock:

@@ -42,9 +42,22 @@ def test_a_directory_that_is_open_to_others_is_refused_and_left_as_it_is(tmp_pat
     path.chmod(mode)
     with pytest.raises(ConfigError, match=rf"run_dir\.open: .* has mode {mode:04o}") as error:
         rundir.make_private(RunDir.at(path))
-    assert f"chmod 700 {path}" in error.value.fix
+    is_sticky = bool(mode & 0o1000)
+    assert (f"chmod 700 {path}" in error.value.fix) is not is_sticky
     assert path.stat().st_mode & 0o7777 == mode
     assert not list(path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("daemon.sock", True), ("rank-12.sock", True), ("passwd", False)])
+def test_nobody_is_told_to_close_a_directory_that_holds_anything_else(tmp_path: Path, name: str, is_told: bool) -> None:
+    """`chmod 700 /etc` would end the machine."""
+    path = tmp_path / "open"
+    path.mkdir()
+    path.chmod(0o755)
+    (path / name).touch()
+    with pytest.raises(ConfigError, match=r"run_dir\.open") as error:
+        rundir.make_private(RunDir.at(path))
+    assert ("chmod" in error.value.fix) is is_told
 
 
 def test_an_empty_name_is_no_directory_and_an_empty_variable_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
