@@ -4,6 +4,7 @@ Only files are looked at, none is changed: also while a sidecar runs, these are 
 """
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,21 @@ def own_files(run_dir: RunDir) -> list[Path]:
     return sorted(table.parent.glob(table.name.removesuffix("table") + "*"))
 
 
+def not_ours(path: Path) -> str:
+    """Why a file of this name is none that a sidecar of this user has left; "" if it may be one, or is gone."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"cannot be looked at: {error.strerror}"
+    if not stat.S_ISREG(found.st_mode):
+        return "is no file" if not stat.S_ISDIR(found.st_mode) else "is a directory"
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}; this is user {os.geteuid()}"
+    return ""
+
+
 def strangers(run_dir: RunDir) -> list[Path]:
     """Files of other instances."""
     own = set(own_files(run_dir))
@@ -72,6 +88,9 @@ def look(run_dir: RunDir, tp_size: int | None = None, slots_bytes: int | None = 
     if not files:
         return None
     nbytes = size_of(files)
+    for path in files:
+        if why := not_ours(path):
+            return Kept(tuple(files), nbytes, unusable=f"{path} {why}")
     try:
         header = _fit(run_dir, files, tp_size, slots_bytes)
         filled = _num_filled(run_dir.table, header.num_slots)

@@ -141,9 +141,10 @@ def clean_up(run_dir: RunDir) -> None:
 
 
 def remove_files(run_dir: RunDir) -> None:
-    """Drop the pool and the table. Only when no process of ours maps them any more."""
+    """Drop the pool and the table. Only when no process of ours maps them any more. What is not ours stays."""
     for path in kept.own_files(run_dir):
-        path.unlink(missing_ok=True)
+        if not kept.not_ours(path):
+            path.unlink(missing_ok=True)
 
 
 def remove_if_empty(run_dir: RunDir) -> None:

@@ -66,8 +66,9 @@ def take_over(
 def free_files(run_dir: RunDir, patience_s: float = PATIENCE_S) -> list[str]:
     """Make sure that no process holds a file of this instance; a line for each one that had to be killed.
 
-    ConfigError naming the process if it is none of our children.
+    ConfigError naming the process if it is none of our children, or a file if it is not this user's.
     """
+    _refuse_foreign(run_dir)
     give_up = time.monotonic() + patience_s
     lines = []
     while held := [path for path in kept.own_files(run_dir) if not _is_free(path)]:
@@ -84,6 +85,18 @@ def free_files(run_dir: RunDir, patience_s: float = PATIENCE_S) -> list[str]:
             raise _in_use(held[0], run_dir, strange)
         time.sleep(0.05)
     return lines
+
+
+def _refuse_foreign(run_dir: RunDir) -> None:
+    """All users share /dev/shm: what has our name there need not be ours, and is then neither used nor removed."""
+    for path in kept.own_files(run_dir):
+        if why := kept.not_ours(path):
+            deed = f"rm -r {path}" if path.is_dir() else f"rm {path}"
+            raise ConfigError(
+                "pool.foreign",
+                f"{path} has the name of a file of {run_dir.path}, but {why}",
+                f"remove it as its owner (`{deed}`) if nobody uses it, or choose another --run-dir",
+            )
 
 
 def _in_use(path: Path, run_dir: RunDir, pids: list[int]) -> ConfigError:

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvferry.cli.main import main
 from kvferry.gpu_worker import pool
 from kvferry.net.paths import RunDir
 from kvferry.proto.errors import ConfigError
@@ -204,6 +206,45 @@ def test_anybody_else_is_refused_with_the_pid_and_left_alive(run_dir: RunDir, mo
         assert process.poll() is None
         assert len(files(run_dir)) == 3
         process.kill()
+
+
+def a_directory(path: Path) -> None:
+    path.mkdir()
+
+
+def another_users(path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs to give a file away")
+    path.touch()
+    os.chown(path, 12345, -1)
+
+
+def a_link(path: Path) -> None:
+    path.symlink_to("/etc/passwd")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (a_directory, "is a directory"),
+        (another_users, "belongs to user 12345; this is user 0"),
+        (a_link, "is no file"),
+    ],
+)
+def test_what_only_has_the_name_of_a_pool_file_is_refused_by_up_and_down_and_left(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None], why: str
+) -> None:
+    """Root's `up` kept a pool, and a user takes its run dir; or somebody plays tricks in a place that all share."""
+    path = run_dir.pool(0)
+    make(path)
+    with pytest.raises(ConfigError, match=r"pool\.foreign"):
+        sweep.take_over(run_dir, 1, SLOTS_BYTES)
+    assert main(["down", "--run-dir", str(run_dir.path)]) == 2
+    said = capsys.readouterr().err
+    assert f"pool.foreign: {path} has the name of a file of {run_dir.path}, but {why}" in said
+    assert "fix: remove it as its owner (`rm " in said
+    assert "Traceback" not in said
+    assert path.is_dir() or path.is_symlink() or path.exists()
 
 
 def test_a_table_that_no_engine_has_filled_is_no_damage(run_dir: RunDir) -> None:
