@@ -57,7 +57,11 @@ class TableFile:
                 raise ConfigError(
                     "table.locked", f"another daemon holds {path}", "stop it, or choose another run dir"
                 ) from None
-        os.posix_fallocate(self._fd, 0, HEADER_BYTES)
+        try:
+            os.posix_fallocate(self._fd, 0, HEADER_BYTES)
+        except OSError as error:
+            os.close(self._fd)
+            raise ConfigError("table.shm", f"the slot table {path} cannot be made: {error.strerror}") from None
         self._page = memoryview(mmap.mmap(self._fd, HEADER_BYTES))
 
     @property

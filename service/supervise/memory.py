@@ -7,10 +7,15 @@ from typing import Final
 
 from kvferry.net.paths import SHM
 from kvferry.proto.errors import ConfigError
+from kvferry.scheduler_daemon.core.header import HEADER_BYTES
+from kvferry.scheduler_daemon.core.slots import RECORD
 from kvferry.units import format_bytes
 
 # Left to the machine beyond the pool: the daemon's index, the workers, the page tables of the mappings.
 MARGIN: Final = 0.02
+# What a slot is taken to have at least, over all ranks, while no engine has told its geometry: a table for that
+# many slots must fit beside the pool. One for smaller slots still may not, and is refused when that engine comes.
+MIN_SLOT_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +41,28 @@ def read_machine(shm: Path = SHM, root: Path = Path("/")) -> Machine:
     return Machine(stats.f_bavail * stats.f_frsize, _available(root), _cgroup_free(root))
 
 
+def table_bytes(host_memory: int) -> int:
+    """What the slot table of a pool of this size is given room for: a header page, and a record a slot."""
+    return HEADER_BYTES + host_memory // MIN_SLOT_BYTES * RECORD.itemsize
+
+
 def check(host_memory: int, machine: Machine) -> None:
-    """ConfigError with both numbers and the fix if the pool does not fit."""
-    bounds = [("host_memory.shm", f"{SHM}, which has", machine.shm_free, host_memory)]
+    """ConfigError with both numbers and the fix if the pool and its slot table do not fit."""
+    table = table_bytes(host_memory)
+    bounds = [("host_memory.shm", f"{SHM}, which has", machine.shm_free, host_memory + table)]
     with_margin = int(host_memory * (1 + MARGIN))
     if machine.available is not None:
         bounds.append(("host_memory.ram", "the memory of this machine, which has", machine.available, with_margin))
     if machine.cgroup_free is not None:
         bounds.append(("host_memory.cgroup", "this container's limit, which leaves", machine.cgroup_free, with_margin))
     # A size that fits all of them, that can be typed: whole MiB.
-    at_most = f"{int(min(free for _, _, free, _ in bounds) / (1 + 2 * MARGIN)) >> 20}MiB"
+    at_most = f"{max(0, int(min(free for _, _, free, _ in bounds) / (1 + 2 * MARGIN)) - HEADER_BYTES) >> 20}MiB"
     for code, what, free, needed in bounds:
         if needed > free:
             raise ConfigError(
                 code,
-                f"the pool of {format_bytes(host_memory)} does not fit {what} {format_bytes(free)} free",
+                f"the pool of {format_bytes(host_memory)} does not fit {what} {format_bytes(free)} free"
+                f" (its slot table may take {format_bytes(table)} beside it)",
                 f"set --host-memory to at most {at_most}, or {_ENLARGE[code]}",
             )
 

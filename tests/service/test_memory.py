@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.proto.errors import ConfigError
-from kvferry.supervise.memory import Machine, check, read_machine
+from kvferry.supervise.memory import Machine, check, read_machine, table_bytes
 from kvferry.units import parse_bytes
 
 G = 1 << 30
@@ -34,8 +34,19 @@ def test_what_does_not_fit_is_refused_and_the_size_in_the_fix_fits(
 
 
 def test_what_fits_passes_also_where_nothing_is_known_but_dev_shm() -> None:
-    check(8 * G, Machine(8 * G, 9 * G, 9 * G))
-    check(8 * G, Machine(8 * G, None, None))
+    check(8 * G, Machine(8 * G + table_bytes(8 * G), 9 * G, 9 * G))
+    check(8 * G, Machine(8 * G + table_bytes(8 * G), None, None))
+
+
+@pytest.mark.parametrize("host_memory", [1 << 20, 64 << 20, 8 * G, 512 * G])
+def test_a_pool_that_just_fits_without_its_slot_table_is_refused_with_a_size_that_fits(host_memory: int) -> None:
+    """The daemon makes the table beside the pool: it would find no room there."""
+    machine = Machine(host_memory + table_bytes(host_memory) - 1, 1024 * G, None)
+    with pytest.raises(ConfigError, match=r"host_memory\.shm: .* \(its slot table may take ") as error:
+        check(host_memory, machine)
+    size = error.value.fix.split("at most ")[1].split(",")[0]
+    check(parse_bytes(size), machine)
+    assert table_bytes(host_memory) == 4096 + 128 * (host_memory // (64 << 10))
 
 
 def write(root: Path, **files: str) -> None:
