@@ -165,6 +165,28 @@ def load(flags: Mapping[str, Any], config: str | None = None) -> Settings:
     return settings
 
 
+def find_run_dir(flag: str | None = None, config: str | None = None) -> tuple[RunDir, str]:
+    """The run directory alone, for commands that need nothing else; and a line on a file that was of no use, or "".
+
+    Whatever else is set, well or badly, is the business of `kvferry up`: a health probe must not fail for it.
+    ConfigError if the directory cannot be, or a file that was named and is needed cannot be read.
+    """
+    named = flag if flag is not None else os.environ.get(ENV_PREFIX + "RUN_DIR") or None
+    path, told = _config_path(config), ""
+    if named is None and path is not None:
+        try:
+            named = _read(path).get("run_dir")
+        except ConfigError as error:
+            if config or os.environ.get("KVFERRY_CONFIG"):
+                raise
+            told = f"{error.text}: ignored, as no setting but the run dir is needed here"
+        if named is not None and (not isinstance(named, str) or not named):
+            raise ConfigError("settings.run_dir", f"run_dir in {path}: {named!r} is no directory", _fix("run_dir"))
+    if named == "":
+        raise ConfigError("settings.run_dir", "--run-dir: '' is no directory", _fix("run_dir"))
+    return RunDir.at(named), told
+
+
 def unknown_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
     """KVFERRY_* variables that name no setting, each with the nearest name."""
     known = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | OTHER_ENV

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Final
 
-from kvferry.cli.flags import add_settings, settings_of
+from kvferry.cli.flags import add_run_dir, run_dir_of
 from kvferry.net.paths import RunDir
 from kvferry.supervise import kept, rundir, sweep
 from kvferry.supervise.rundir import read_lock
@@ -21,13 +21,13 @@ WAIT_S: Final = 20.0  # the supervisor's own bounds end after 3 s for copies and
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where, and whether to keep."""
-    add_settings(parser, ["run_dir"])
+    add_run_dir(parser)
     parser.add_argument("--keep", action="store_true", help="keep the pool for the next `kvferry up`")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Tell the holder of the lock to stop; 1 if there is nothing to stop or remove, or it does not end."""
-    run_dir = settings_of(arguments).directory()
+    run_dir = run_dir_of(arguments)
     holder = read_lock(run_dir)
     if holder is None:
         return _remove_kept(run_dir, arguments.keep)

@@ -8,7 +8,7 @@ import sys
 from typing import Final
 
 from kvferry.cli.ask import ask
-from kvferry.cli.flags import add_settings, settings_of
+from kvferry.cli.flags import add_run_dir, run_dir_of
 from kvferry.proto.control import DrainAnswer, DrainAsk
 from kvferry.proto.errors import ConfigError
 from kvferry.supervise.rundir import read_lock
@@ -23,7 +23,7 @@ FIX: Final = "give a time of at most an hour, as 500ms, 10s or 2m"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where, and how patient."""
-    add_settings(parser, ["run_dir"])
+    add_run_dir(parser)
     parser.add_argument("--timeout", metavar="TIME", default="2s", help="what running stores are given (default 2s)")
     parser.add_argument("--resume", action="store_true", help="end the drain: take work again")
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("settings.timeout", f"--timeout: {error}", FIX) from None
     if budget_s > MAX_S:
         raise ConfigError("settings.timeout", f"--timeout: {arguments.timeout} is more than {MAX_S:g} s", FIX)
-    run_dir = settings_of(arguments).directory()
+    run_dir = run_dir_of(arguments)
     if read_lock(run_dir) is None:
         print(f"no kvferry runs at {run_dir.path}", file=sys.stderr)
         return 1

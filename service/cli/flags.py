@@ -1,10 +1,12 @@
 """Flags made from the settings' own fields, so that help, file and environment never disagree."""
 
 import argparse
+import sys
 from collections.abc import Iterable
 from typing import Any, Literal, get_args, get_origin
 
-from kvferry.settings import ENV_PREFIX, SIZES, TIMES, Settings, describe_default, load
+from kvferry.net.paths import RunDir
+from kvferry.settings import ENV_PREFIX, SIZES, TIMES, Settings, describe_default, find_run_dir, load
 
 
 def add_settings(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
@@ -34,6 +36,19 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         name: value for name, value in vars(arguments).items() if name in Settings.model_fields and value is not None
     }
     return load(given, arguments.config)
+
+
+def add_run_dir(parser: argparse.ArgumentParser) -> None:
+    """--run-dir and --config, for a command that needs to know no more than where."""
+    add_settings(parser, ["run_dir"])
+
+
+def run_dir_of(arguments: argparse.Namespace) -> RunDir:
+    """The run dir of such a command; ConfigError if it cannot be. Nothing else that is set matters."""
+    run_dir, told = find_run_dir(arguments.run_dir, arguments.config)
+    if told:
+        print(told, file=sys.stderr)
+    return run_dir
 
 
 def _metavar(name: str) -> str:

@@ -9,7 +9,7 @@ import re
 import sys
 
 from kvferry.cli.ask import ask
-from kvferry.cli.flags import add_settings, settings_of
+from kvferry.cli.flags import add_run_dir, run_dir_of
 from kvferry.proto.control import ResetAnswer, ResetAsk
 from kvferry.proto.errors import ConfigError
 from kvferry.supervise.rundir import read_lock
@@ -19,7 +19,7 @@ HELP = "forget what is stored, at once"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where, and what."""
-    add_settings(parser, ["run_dir"])
+    add_run_dir(parser)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--namespace", metavar="HEX", help="of this namespace: the first digits that `status` shows")
     which.add_argument("--all", action="store_true", help="everything")
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--namespace: {arguments.namespace!r} is no namespace",
             "give the hex digits that `kvferry status` shows under namespaces, or --all",
         )
-    run_dir = settings_of(arguments).directory()
+    run_dir = run_dir_of(arguments)
     if read_lock(run_dir) is None:
         print(f"no kvferry runs at {run_dir.path}", file=sys.stderr)
         return 1

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from kvferry.cli.ask import ask_status
-from kvferry.cli.flags import add_settings, settings_of
+from kvferry.cli.flags import add_run_dir, run_dir_of
 from kvferry.supervise import kept
 from kvferry.supervise.rundir import SERVING, read_lock
 
@@ -15,13 +15,13 @@ HELP = "show what the sidecar holds and does"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where, and in which form."""
-    add_settings(parser, ["run_dir"])
+    add_run_dir(parser)
     parser.add_argument("--json", action="store_true", help="the whole answer as JSON, for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, print; 1 if nobody answers."""
-    run_dir = settings_of(arguments).directory()
+    run_dir = run_dir_of(arguments)
     holder = read_lock(run_dir)
     held = kept.look(run_dir)
     if holder is None:

@@ -41,6 +41,64 @@ def test_where_nothing_runs_a_command_says_so_in_one_line(
     assert capsys.readouterr().err == f"no kvferry runs at {tmp_path}\n"
 
 
+@pytest.mark.parametrize("command", [["reset", "--all"], ["drain"], ["down"], ["status"]])
+@pytest.mark.parametrize("toml", ["tp_size = \n", "tp_sise = 2\n", "tp_size = 65\n", 'lease = "soon"\n'])
+def test_a_setting_that_only_up_needs_fails_no_other_command(
+    command: list[str], toml: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A health probe that runs beside somebody's bad file or variable must say how the sidecar is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kvferry.toml").write_text(toml)
+    monkeypatch.setenv("KVFERRY_TP_SIZE", "none")
+    assert main([*command, "--run-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"no kvferry runs at {tmp_path}\n"
+    monkeypatch.setenv("KVFERRY_RUN_DIR", str(tmp_path))
+    assert main(command) == 1
+    assert capsys.readouterr().err == f"no kvferry runs at {tmp_path}\n"
+
+
+def test_a_file_here_that_cannot_be_read_costs_a_status_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KVFERRY_RUN_DIR", raising=False)
+    monkeypatch.delenv("KVFERRY_CONFIG", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "kvferry.toml").write_text("tp_size = \n")
+    assert main(["status"]) == 1
+    told, said = capsys.readouterr().err.splitlines()
+    assert told.startswith("kvferry.toml is not TOML: ") and "ignored" in told
+    assert said == f"no kvferry runs at {tmp_path / 'kvferry'}"
+    assert main(["status", "--config", "kvferry.toml"]) == 2, "one that was named may hold the run dir"
+
+
+def test_the_run_dir_of_a_command_comes_from_flag_variable_and_file_in_this_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KVFERRY_RUN_DIR", raising=False)
+    monkeypatch.delenv("KVFERRY_CONFIG", raising=False)
+    (tmp_path / "kvferry.toml").write_text(f'run_dir = "{tmp_path}/file"\n')
+    assert main(["status"]) == 1
+    monkeypatch.setenv("KVFERRY_RUN_DIR", f"{tmp_path}/variable")
+    assert main(["status"]) == 1
+    assert main(["status", "--run-dir", f"{tmp_path}/flag"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"no kvferry runs at {tmp_path}/{name}" for name in ("file", "variable", "flag")]
+
+
+@pytest.mark.parametrize("toml", ['run_dir = ""\n', "run_dir = 5\n"])
+def test_a_run_dir_in_the_file_that_cannot_be_is_refused(
+    toml: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KVFERRY_RUN_DIR", raising=False)
+    (tmp_path / "kvferry.toml").write_text(toml)
+    assert main(["status"]) == 2
+    assert capsys.readouterr().err.startswith("settings.run_dir: run_dir in kvferry.toml: ")
+    assert main(["status", "--run-dir", ""]) == 2
+
+
 @pytest.mark.parametrize("command", ["status", "up", "drain", "version"])
 def test_an_unknown_flag_is_told_with_the_usage_of_its_command(
     command: str, capsys: pytest.CaptureFixture[str]
