@@ -14,15 +14,17 @@ from kvferry.proto.control import Refused
 from kvferry.proto.hot import Done, Renew, Step
 from kvferry.scheduler_daemon.core import api as daemon_api
 from kvferry.scheduler_daemon.core.core import Core
+from kvferry.scheduler_daemon.core.jobs import State
 from kvferry.scheduler_daemon.core.slots import Table
 
-from .clock import Party
+from .clock import Party, S
 from .echo import Echo
 from .ledger import Broken, Ledger
 from .log import Log
 from .net import LinkEnd
 from .table import TableBytes
 
+LATE_NS = 1 * S  # for the bytes that an engine has in flight, at the least bandwidth: more than any voyage has
 # Said again, these must change nothing. A lookup is a question: asked again it is leased again, until that lease ends.
 HOT = (Step, Renew, Done)
 # Refusals that pass by themselves: the last worker or link of the same engine is not yet known to be gone.
@@ -102,6 +104,7 @@ class Daemon:
             return
         self._ledger.saw(event, actions)
         self.core.check()
+        self._check_bounds()
         for action in actions:
             if self.fuse is not None:
                 self.fuse -= 1
@@ -135,6 +138,18 @@ class Daemon:
         if self._armed_ns == armed_ns:
             self._armed_ns = None
             self.step(daemon_api.TimePassed())
+
+    def _check_bounds(self) -> None:
+        """Rules 7 and 9."""
+        desk = self.core._desk
+        for job in desk.jobs:
+            age_ns = desk.now_ns - job.accepted_ns
+            if job.state is State.COPYING and age_ns > desk.settings.job_ns + LATE_NS:
+                raise Broken(f"rule 7: job {job.id:x} goes on {age_ns / S:.1f} s after its acceptance")
+        if desk.pool is not None:
+            most = int(desk.pool.num_slots * desk.settings.lease_share)
+            if desk.pool.num_leased > most:
+                raise Broken(f"rule 9: leases hold {desk.pool.num_leased} slots of at most {most}")
 
     def check_rest(self) -> None:
         """I6 of the daemon."""

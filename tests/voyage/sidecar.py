@@ -190,6 +190,8 @@ class Sidecar:
     # ---- starting ---------------------------------------------------------------------------------------
 
     def _start_daemon(self, child: int) -> None:
+        if self.daemon is not None and not self.daemon.party.ended:
+            raise Broken(f"rule 11: daemon {child:x} is started while {self._of_daemon:x} lives")
         rng = self._rng
         boot = rng.getrandbits(63) | 1
         self._log("sidecar", "starts daemon {:x}", boot)
