@@ -19,7 +19,7 @@ from kvferry.scheduler_daemon.core import api as daemon_api
 from kvferry.scheduler_daemon.core.slots import Table
 from kvferry.supervise import api as up
 from kvferry.supervise.core import Supervisor
-from kvferry.supervise.state import Rules
+from kvferry.supervise.state import Phase, Rules
 
 from .clock import MS, US, Clock, Party, S
 from .daemon import Daemon
@@ -54,6 +54,8 @@ class Sidecar:
         self.party: Party  # the supervisor's
         self.workers: dict[int, Worker] = {}  # started and not yet reaped
         self.boots = self.deaths = self.kills = self.steps = 0
+        self.barren = 0  # so many spares will not start; never those of a sidecar that has not been ready
+        self.failed = 0  # that did not
         self.tears = False  # whether a dying daemon may leave a torn record
         self._clock = clock
         self._log = log
@@ -69,6 +71,8 @@ class Sidecar:
         self._rules = Rules(
             len(pools), restarts=1 << 30, backoff_ns=rng.randrange(1 * MS, 60 * MS), beat_ns=beat_ns, late_ns=beat_ns
         )
+        backoff_ns = self._rules.backoff_ns
+        self._rules = replace(self._rules, retry_ns=backoff_ns, retry_most_ns=8 * backoff_ns)
         self._answer_ns = rng.choice(((10 * US, 2 * MS), (10 * MS, 60 * MS)))  # from a ping to its answer
         self._core: Supervisor | None = None  # None: the supervisor is dead too
         self._of_daemon = 0  # the daemon as the core names it
@@ -116,6 +120,14 @@ class Sidecar:
                 self._start_daemon(child)
                 self._do(core, up.Spawned(child, child & 0xFFFF | 1))
                 self._hear(rng.randrange(100 * US, 5 * MS), up.Ready(child))
+            case up.SpawnWorker(child, rank) if self.barren and core.phase is not Phase.STARTING:
+                self._log("sidecar", "a spare of rank {} does not start", rank)
+                self.barren -= 1
+                self.failed += 1
+                self._do(core, up.Spawned(child, child & 0xFFFF | 1))
+                failed_ns = 1 * MS + child % (20 * MS)
+                self._hear(failed_ns, up.Failed(child, "no memory is left on the GPU"))
+                self._hear(failed_ns, up.Exited(child, 2))
             case up.SpawnWorker(child, rank):
                 self._start_worker(child, rank)
                 self._do(core, up.Spawned(child, child & 0xFFFF | 1))
@@ -342,6 +354,10 @@ class Sidecar:
         if self.daemon.party.stopped or standing:
             raise Broken(f"liveness: somebody hangs and is not replaced: {standing or 'the daemon'}")
         self.daemon.check_rest()
+        if self.barren == 0:
+            without = [rank for rank in range(len(self._pools)) if self.spare(rank) is None]
+            if without:
+                raise Broken(f"liveness: ranks {without} have no spare")
         for worker in self.workers.values():
             if worker.party.ended:
                 raise Broken(f"liveness: {worker.name} is dead and not reaped")

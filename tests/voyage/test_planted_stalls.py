@@ -7,9 +7,10 @@ import pytest
 from kvferry.supervise.api import Vitals
 from kvferry.supervise.core import Supervisor
 from kvferry.supervise.pulse import Pulse
-from kvferry.supervise.state import Life
+from kvferry.supervise.spares import Spares
+from kvferry.supervise.state import Child, Life
 
-from .clock import MS
+from .clock import MS, S
 from .planting import Plant, find
 
 
@@ -73,12 +74,24 @@ def a_hung_daemon_is_killed_and_not_replaced(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def a_spare_that_does_not_start_is_not_tried_again(patch: pytest.MonkeyPatch) -> None:
+    """Or in an hour, which is the same to whoever knocks."""
+    fail = Spares.fail
+
+    def fail_for_long(self: Spares, one: Child, status: int, now_ns: int) -> tuple[str, int]:
+        told, pause_ns = fail(self, one, status, now_ns)
+        return told, 3600 * S if pause_ns else 0
+
+    patch.setattr(Spares, "fail", fail_for_long)
+
+
 PLANTS: list[tuple[Plant, str, tuple[tuple[str, ...], ...]]] = [
     (nobody_is_ever_hung, "liveness", (("daemon_hang", "spare_hang"),)),
     (spares_are_not_asked, "liveness", (("spare_hang",),)),
     (want_of_a_processor_is_taken_for_a_hang, "which lives", (("daemon_stall",),)),
     (silence_is_measured_by_the_clock, "which lives", (("sidecar_stall",),)),
     (a_hung_daemon_is_killed_and_not_replaced, "liveness", (("daemon_hang",),)),
+    (a_spare_that_does_not_start_is_not_tried_again, "liveness", (("worker_crash", "sidecar_crash"),)),
 ]
 
 

@@ -104,6 +104,10 @@ class Voyage:
             100 * MS if self.faults.are_stands else 1 * S,
         )
         self.sidecar.tears = rng.random() < 0.5
+        # Drawn apart, so that seeds without it are what they were before there was such a fault.
+        luck = random.Random(f"spares of {seed}")
+        if self.faults.kinds and luck.random() < 0.3:
+            self.sidecar.barren = luck.randrange(1, 9)
         for _ in range(num_engines):
             self._launch()
         self.faults.begin(self.num_steps * num_engines)
@@ -429,6 +433,7 @@ class Voyage:
             "kills": sidecar.kills,
             "recovered": self.ledger.num_recovered,
             "torn": self.ledger.num_torn,
+            "spares_failed": sidecar.failed,
             **{f"fault.{kind}": count for kind, count in self.faults.counts.items()},
         }
 
