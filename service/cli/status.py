@@ -1,4 +1,4 @@
-"""Ask the sidecar what it holds and does. Exit code 1 if none runs."""
+"""Ask the sidecar what it holds and does. Exit code 1 if none runs; with --check also if a rank lacks something."""
 
 import argparse
 import json
@@ -17,6 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where, and in which form."""
     add_run_dir(parser)
     parser.add_argument("--json", action="store_true", help="the whole answer as JSON, for programs")
+    parser.add_argument(
+        "--check", action="store_true", help="for alarms: say only what is amiss, exit code 1 if anything is"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,6 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     if held is not None:
         # What a start after a crash or a SIGTERM would find at this moment.
         status["kept"] = held.as_dict()
+    if arguments.check:
+        lacking = amiss(status)
+        print("\n".join(lacking or ["nothing is amiss"]))
+        return 1 if lacking else 0
     if arguments.json:
         print(json.dumps(status, indent=2))
     else:
@@ -52,6 +59,16 @@ def _absent(as_json: bool, text: str, state: str, held: kept.Kept | None) -> int
     else:
         print(text, file=sys.stderr)
     return 1
+
+
+def amiss(status: dict[str, Any]) -> list[str]:
+    """What an operator may want to hear of though all else is served: a line each."""
+    lines = [f"rank {one['rank']} has no spare: {one['why']}" for one in status["no_spare"]]
+    for engine in status["engines"]:
+        for rank in engine["ranks"]:
+            if rank["state"] != "attached":
+                lines.append(f"engine {engine['engine_id']!r}: rank {rank['rank']} is {rank['state']}")
+    return lines + (["a new daemon waits for workers of the old one"] if status["restarting"] else [])
 
 
 def table(status: dict[str, Any]) -> list[str]:

@@ -177,6 +177,19 @@ def test_settings_that_the_stack_gives_exist() -> None:
             assert variable.removeprefix("KVFERRY_").lower() in Settings.model_fields, variable
 
 
+def test_pinning_can_be_made_a_wish_from_outside() -> None:
+    """Case 93: where it is forbidden the container would start over and over; the way out is one line in .env."""
+    assert SERVICES["kvferry-gpu"]["environment"]["KVFERRY_PIN"] == "${KVFERRY_PIN:-required}"
+    assert Settings.model_fields["pin"].default == "required"
+    assert "`KVFERRY_PIN=wanted` in `.env`" in (ROOT / "docs/deployment.md").read_text()
+
+
+def test_health_is_that_the_daemon_answers_and_no_more() -> None:
+    """Case 53: a rank's trouble is an alarm's business, not a restart of what serves the others."""
+    for name in SIDECARS:
+        assert SERVICES[name]["healthcheck"]["test"] == ["CMD", "kvferry", "status"]
+
+
 def test_the_example_names_every_variable_with_its_default() -> None:
     text = (ROOT / "docker/compose.yaml").read_text()
     used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", text))
