@@ -11,7 +11,7 @@ from typing import NoReturn
 from kvferry import process
 from kvferry.gpu_worker.devices import open_device
 from kvferry.gpu_worker.spare import Options, Worker
-from kvferry.logs import set_up
+from kvferry.logs import let_go, set_up
 from kvferry.net.channel import Channel
 from kvferry.net.paths import RunDir
 from kvferry.proto.errors import KvferryError
@@ -59,8 +59,7 @@ def main() -> NoReturn:
         supervisor.send({"event": "failed", "why": f"{type(error).__name__}: {error}"})
         code = 1
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    let_go()
     os._exit(code)
 
 

@@ -86,4 +86,6 @@ def _ns(seconds: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logs.let_go()
+    sys.exit(code)

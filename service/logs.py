@@ -1,17 +1,52 @@
-"""One log format for all processes of kvferry, on stderr. Only shells log; cores return notes."""
+"""One log format for all processes of kvferry, on stderr. Only shells log; cores return notes.
 
+Who reads what we say may end, and a disk with our log may fill up. Neither may end a process of ours or change its
+exit code: what cannot be said is dropped, and the next line is tried again.
+"""
+
+import contextlib
 import logging
 import os
 import sys
+from typing import TextIO
 
 LEVEL_ENV = "KVFERRY_LOG_LEVEL"  # the supervisor hands its level to its children this way
 
 
+class Handler(logging.StreamHandler[TextIO]):
+    """To stderr, and quiet about a line that cannot be written."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def set_up(level: str | None = None) -> None:
     """Log to stderr at `level`, else at $KVFERRY_LOG_LEVEL, else info. The logger's name names the process."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = Handler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s[%(process)d] %(message)s"))
     root = logging.getLogger("kvferry")
     root.handlers[:] = [handler]
     root.propagate = False
     root.setLevel((level or os.environ.get(LEVEL_ENV) or "info").upper())
+
+
+def say(text: object, stream: TextIO | None = None) -> None:
+    """Print a line to `stream`, else to stdout, if that can be done."""
+    with contextlib.suppress(OSError):
+        print(text, file=stream or sys.stdout, flush=True)
+
+
+def let_go() -> None:
+    """Write what waits to be written, at the end of a process; what cannot be is dropped.
+
+    The interpreter's own last flush would fail with the same error, and make 120 of any exit code.
+    """
+    for stream in (sys.stderr, sys.stdout):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

@@ -5,11 +5,13 @@ Each command is a module beside this one with `HELP`, `add_arguments(parser)` an
 """
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Final
 
+from kvferry.logs import let_go, say
 from kvferry.proto.errors import ConfigError, KvferryError
 
 COMMANDS: Final = ("up", "status", "reset", "drain", "down", "gpu-check", "demo", "version")
@@ -18,15 +20,23 @@ COMMANDS: Final = ("up", "status", "reset", "drain", "down", "gpu-check", "demo"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     try:
-        return _run(argv)
+        code = _run(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except KvferryError as error:
-        print(error, file=sys.stderr)
+        say(error, sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
-        sys.stderr.close()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO) or error.filename is not None:
+            raise  # it was not our output
+        if error.errno != errno.EPIPE:  # else its reader has gone, as `| head` does
+            say(f"cannot write the answer to stdout: {error.strerror}", sys.stderr)
         return 1
+    finally:
+        let_go()
 
 
 def _run(argv: Sequence[str] | None) -> int:

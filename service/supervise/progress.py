@@ -1,9 +1,11 @@
 """Progress where a person waits: a bar on a terminal (if tqdm is installed), else one line per tenth."""
 
+import contextlib
 import importlib
 import sys
 from typing import Any, TextIO
 
+from kvferry.logs import say
 from kvferry.units import format_bytes
 
 
@@ -30,14 +32,17 @@ class Progress:
         """`done` bytes are done by now, of the total."""
         step, self._done = done - self._done, done
         if self._bar is not None:
-            self._bar.update(step)
+            try:
+                self._bar.update(step)
+            except OSError:  # the terminal is gone
+                self._bar = None
             return
         tenths = 10 * done // self._total if self._total else 10
         if tenths > self._tenths:
             self._tenths = tenths
             # Small pools are done at once: one line says it.
             if tenths == 10 or self._total > 4 << 30:
-                print(f"{self._title}: {self.text}", file=self._stream, flush=True)
+                say(f"{self._title}: {self.text}", self._stream)
 
     @property
     def text(self) -> str:
@@ -47,4 +52,5 @@ class Progress:
     def close(self) -> None:
         """Take the bar away."""
         if self._bar is not None:
-            self._bar.close()
+            with contextlib.suppress(OSError):
+                self._bar.close()

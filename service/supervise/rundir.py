@@ -95,10 +95,11 @@ class Lock:
         self.say("starting")
 
     def say(self, doing: str) -> None:
-        """Write what this sidecar is doing, for `kvferry status` before the daemon answers."""
+        """Write what this sidecar is doing, for `kvferry status` before the daemon answers; if the disk has room."""
         text = f"{os.getpid()}\n{doing}\n".encode()
-        os.pwrite(self._fd, text, 0)
-        os.ftruncate(self._fd, len(text))
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, text, 0)
+            os.ftruncate(self._fd, len(text))
 
     def release(self) -> None:
         """Remove the file, then let it go."""

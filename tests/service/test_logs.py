@@ -1,0 +1,97 @@
+"""What is said to nobody, or to a full disk: it is dropped, and costs no process its life or its exit code."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry import logs
+from kvferry.supervise.progress import Progress
+from tests.process.sidecar import environment
+
+
+def closed_pipe() -> int:
+    """The writing end of a pipe that nobody reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+SPEAKS = """
+import logging, sys
+from kvferry import logs
+from kvferry.supervise.progress import Progress
+logs.set_up("info")
+logging.getLogger("kvferry.up").warning("a line")
+logs.say("kvferry ready")
+logs.say("why", sys.stderr)
+Progress("the pool", 8).reach(8)
+logs.say("again")
+logs.let_go()
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("lost", [closed_pipe, full_disk])
+def test_what_nobody_can_read_changes_no_exit_code(lost: object) -> None:
+    assert callable(lost)
+    fd = lost()
+    done = subprocess.run([sys.executable, "-c", SPEAKS], stdout=fd, stderr=fd, env=environment(), check=False)
+    os.close(fd)
+    assert done.returncode == 7
+
+
+def test_a_line_that_could_not_be_written_does_not_keep_the_next_ones_back(tmp_path: Path) -> None:
+    """A full disk has room again later."""
+    path = tmp_path / "log"
+    with path.open("w") as file:
+        room = os.dup(file.fileno())
+        full = full_disk()
+        os.dup2(full, file.fileno())
+        os.close(full)
+        logs.say("lost or late", file)
+        os.dup2(room, file.fileno())
+        os.close(room)
+        logs.say("kvferry ready", file)
+    assert path.read_text().splitlines()[-1] == "kvferry ready"
+
+
+def test_a_terminal_that_goes_away_ends_no_progress() -> None:
+    class Gone:
+        def update(self, _step: int) -> None:
+            raise OSError(5, "Input/output error")
+
+    progress = Progress("the pool", 8)
+    progress._bar = Gone()
+    progress.reach(4)
+    progress.reach(8)
+    progress.close()
+    assert progress.text == "8 B of 8 B"
+
+
+def test_a_mistake_in_a_log_call_is_still_told(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = logs.Handler(sys.stderr)
+    handler.handle(logging.LogRecord("kvferry", logging.INFO, __file__, 1, "%d", ("no number",), None))
+    assert "TypeError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["version"], ["--help"], ["status", "--run-dir", "/nowhere"]])
+def test_a_command_whose_output_goes_nowhere_ends_without_a_traceback(flags: list[str]) -> None:
+    full = full_disk()
+    command = [sys.executable, "-m", "kvferry.cli.main", *flags]
+    done = subprocess.run(
+        command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), timeout=60, check=False
+    )
+    os.close(full)
+    print(done.stderr)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert done.returncode in (0, 1)
+    if flags == ["version"]:
+        assert (done.returncode, done.stderr) == (1, "cannot write the answer to stdout: No space left on device\n")
