@@ -12,6 +12,7 @@ from kvferry.proto.errors import LostError
 from kvferry.proto.ids import LinkId
 from kvferry.supervise import vitals
 from kvferry.supervise.pulse import STOPPED
+from kvferry.supervise.rundir import read_lock
 
 ANSWER_S: Final = 3.0
 STOPPED_S: Final = 0.5  # a process that is stopped for so long will not answer soon
@@ -26,6 +27,17 @@ def ask_status(run_dir: RunDir, timeout_s: float = ANSWER_S) -> dict[str, Any]:
 
 def ask(run_dir: RunDir, question: Control, kind: type[Answer], timeout_s: float = ANSWER_S) -> Answer:
     """The daemon's answer. LostError if there is no daemon or no answer in time; RefusedError if it says so."""
+    try:
+        return _ask(run_dir, question, kind, timeout_s)
+    except LostError as error:
+        # If the one who would start another daemon is stopped, that is why there is none.
+        text, _, fix = stopped_up(run_dir).partition("\n  fix: ")
+        if not text:
+            raise
+        raise LostError("daemon.lost", f"{text}, and its daemon gives no answer ({error.text})", fix) from None
+
+
+def _ask(run_dir: RunDir, question: Control, kind: type[Answer], timeout_s: float) -> Answer:
     peer = Peer(run_dir, LinkId(secrets.randbits(63) | 1))
     try:
         peer.send(Hello(role="admin", software="kvferry", pid=os.getpid()))
@@ -52,6 +64,18 @@ def ask(run_dir: RunDir, question: Control, kind: type[Answer], timeout_s: float
         raise _silence(run_dir, peer.pid, timeout_s)
     finally:
         peer.close()
+
+
+def stopped_up(run_dir: RunDir) -> str:
+    """What is said of a `kvferry up` that is stopped, and what to do; "" if none is."""
+    holder = read_lock(run_dir)
+    if holder is None or _state(holder[0]) != STOPPED:
+        return ""
+    pid = holder[0]
+    return (
+        f"kvferry up (pid {pid}) at {run_dir.path} is stopped (state {STOPPED})\n"
+        f"  fix: `kill -CONT {pid}` lets it go on; `kill -KILL {pid}` ends it and its children, and the pool is kept"
+    )
 
 
 def _state(pid: int) -> str:

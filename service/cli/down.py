@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Final
 
+from kvferry.cli.ask import STOPPED_S, stopped_up
 from kvferry.cli.flags import add_run_dir, run_dir_of
 from kvferry.net.paths import RunDir
 from kvferry.supervise import kept, rundir, sweep
@@ -42,20 +43,29 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"cannot signal kvferry (pid {pid}) at {run_dir.path}: {error}", file=sys.stderr)
         print("  fix: run this as the same user and in the same container as `kvferry up`", file=sys.stderr)
         return 1
-    end = time.monotonic() + WAIT_S
-    while time.monotonic() < end:
+    now = ran_at = time.monotonic()
+    end = now + WAIT_S
+    while now < end:
         if read_lock(run_dir) is None:
             left = kept.look(run_dir) if arguments.keep else None
             print(f"kvferry (pid {pid}) at {run_dir.path} is down" + (f"; kept: {left}" if left else ""))
             return 0
+        stopped = stopped_up(run_dir)
+        if not stopped:
+            ran_at = now
+        elif now - ran_at > STOPPED_S:
+            print(f"{stopped}; it was told to stop, and does when it goes on", file=sys.stderr)
+            return 1
         time.sleep(0.05)
+        now = time.monotonic()
     print(f"kvferry (pid {pid}) at {run_dir.path} was told to stop but still runs after {WAIT_S:g} s", file=sys.stderr)
     return 1
 
 
 def _remove_kept(run_dir: RunDir, keep: bool) -> int:
     found = kept.look(run_dir)
-    if found is None or keep:
+    left = rundir.left_in(run_dir)
+    if keep or (found is None and not left):
         said = f"; kept: {found}" if found else ""
         print(f"no kvferry runs at {run_dir.path}{said}", file=sys.stderr)
         return 1
@@ -65,9 +75,12 @@ def _remove_kept(run_dir: RunDir, keep: bool) -> int:
         for line in sweep.free_files(run_dir):
             print(line, file=sys.stderr)
         rundir.remove_files(run_dir)
+        rundir.clean_up(run_dir)
     finally:
         lock.release()
-        if created:
+        if created or run_dir.is_default:
             rundir.remove_if_empty(run_dir)
-    print(f"no kvferry runs at {run_dir.path}; removed what was kept: {found}")
+    removed = [f"what was kept: {found}"] if found else []
+    removed += ["what a killed one left: " + ", ".join(left)] if left else []
+    print(f"no kvferry runs at {run_dir.path}; removed {' and '.join(removed)}")
     return 0

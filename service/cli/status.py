@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from kvferry.cli.ask import ask_status
+from kvferry.cli.ask import ask_status, stopped_up
 from kvferry.cli.flags import add_run_dir, run_dir_of
 from kvferry.supervise import kept
 from kvferry.supervise.rundir import SERVING, read_lock
@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _absent(arguments.json, text, "absent", held)
     pid, doing = holder
     if doing != SERVING:
-        return _absent(arguments.json, f"kvferry (pid {pid}) at {run_dir.path} is {doing}", doing, held)
+        text = stopped_up(run_dir) or f"kvferry (pid {pid}) at {run_dir.path} is {doing}"
+        return _absent(arguments.json, text, doing, held)
     status = {"state": doing, "run_dir": str(run_dir.path), "pid": pid, **ask_status(run_dir)}
     if held is not None:
         # What a start after a crash or a SIGTERM would find at this moment.

@@ -28,6 +28,10 @@ def default_run_dir() -> Path:
     """`$KVFERRY_RUN_DIR`, else `$XDG_RUNTIME_DIR/kvferry`, else `kvferry-<uid>` in the temporary directory."""
     if named := os.environ.get("KVFERRY_RUN_DIR"):
         return Path(named)
+    return _unnamed_run_dir()
+
+
+def _unnamed_run_dir() -> Path:
     if base := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(base) / "kvferry"
     return Path(tempfile.gettempdir()) / f"kvferry-{os.getuid()}"
@@ -57,6 +61,11 @@ class RunDir:
                 f"choose a run dir of at most {MAX_SOCKET_PATH - LONGEST_NAME} bytes",
             )
         return cls(resolved)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is the one that kvferry makes where none is named."""
+        return self.path == _unnamed_run_dir().absolute()
 
     @property
     def daemon(self) -> Path:

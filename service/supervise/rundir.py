@@ -141,6 +141,14 @@ def clean_up(run_dir: RunDir) -> None:
         path.unlink(missing_ok=True)
 
 
+def left_in(run_dir: RunDir) -> list[str]:
+    """Names in the run dir that a sidecar has left which was killed."""
+    try:
+        return sorted(found.name for found in run_dir.path.iterdir() if _is_our_name(found.name))
+    except OSError:
+        return []
+
+
 def remove_files(run_dir: RunDir) -> None:
     """Drop the pool and the table. Only when no process of ours maps them any more. What is not ours stays."""
     for path in kept.own_files(run_dir):

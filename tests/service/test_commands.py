@@ -109,3 +109,32 @@ def test_an_unknown_flag_is_told_with_the_usage_of_its_command(
     said = capsys.readouterr().err
     assert said.startswith(f"usage: kvferry {command} ")
     assert said.endswith(f"kvferry {command}: error: unknown: --frobnicate\n")
+
+
+NAMES = ("daemon.sock", "kvferry.lock", "rank-0.sock", "tether.sock")
+
+
+@pytest.mark.parametrize("is_default", [False, True])
+def test_down_removes_what_a_killed_up_has_left_and_a_directory_that_only_kvferry_makes(
+    is_default: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("KVFERRY_RUN_DIR", raising=False)
+    run_dir = tmp_path / ("kvferry" if is_default else "mine")
+    run_dir.mkdir(mode=0o700)
+    for name in NAMES:
+        (run_dir / name).touch()
+    assert main(["down", "--run-dir", str(run_dir)]) == 0
+    said = capsys.readouterr().out
+    assert said == f"no kvferry runs at {run_dir}; removed what a killed one left: {', '.join(NAMES)}\n"
+    assert run_dir.exists() is not is_default
+    assert main(["down", "--run-dir", str(run_dir)]) == 1
+
+
+def test_down_leaves_what_is_not_of_kvferry(tmp_path: Path) -> None:
+    run_dir = tmp_path / "mine"
+    run_dir.mkdir(mode=0o700)
+    for name in ("daemon.sock", "notes.txt"):
+        (run_dir / name).touch()
+    assert main(["down", "--run-dir", str(run_dir)]) == 0
+    assert [path.name for path in run_dir.iterdir()] == ["notes.txt"]
