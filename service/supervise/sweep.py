@@ -66,7 +66,8 @@ def take_over(
 def free_files(run_dir: RunDir, patience_s: float = PATIENCE_S) -> list[str]:
     """Make sure that no process holds a file of this instance; a line for each one that had to be killed.
 
-    ConfigError naming the process if it is none of our children, or a file if it is not this user's.
+    ConfigError naming the process if it is none of our children, or its `kvferry up` if that lives: its lock file
+    and all its sockets may have been deleted under it. ConfigError too if a file is not this user's.
     """
     _refuse_foreign(run_dir)
     give_up = time.monotonic() + patience_s
@@ -75,6 +76,13 @@ def free_files(run_dir: RunDir, patience_s: float = PATIENCE_S) -> list[str]:
         by = _holders(held)
         ours = [pid for pid in by if _is_ours(pid, run_dir)]
         strange = [pid for pid in by if pid not in ours]
+        for pid in ours:
+            if up := _living_up(pid, run_dir):
+                raise ConfigError(
+                    "run_dir.locked",
+                    f"kvferry up (pid {up}) still serves {run_dir.path}, though its files there were deleted",
+                    f"`kill {up}` ends it and keeps the pool, `kill -USR1 {up}` removes it; then start again",
+                )
         over = time.monotonic() >= give_up
         for pid in ours:
             if over or _is_stopped(pid):
@@ -151,6 +159,24 @@ def _is_ours(pid: int, run_dir: RunDir) -> bool:
     at = os.fsencode(run_dir.path)
     is_child = any(module.encode() in said for module in MODULES)
     return is_child and b"--run-dir" in said and said[said.index(b"--run-dir") + 1] == at
+
+
+def _living_up(pid: int, run_dir: RunDir) -> int:
+    """Pid of the `kvferry up` whose child this is, if it lives; 0 if not. It has the lock file open, deleted or not."""
+    lock = os.path.realpath(run_dir.lock)
+    try:
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        opened = [_target(fd) for fd in Path(f"/proc/{parent}/fd").iterdir()]
+    except (OSError, ValueError, IndexError):
+        return 0
+    return parent if parent != os.getpid() and {lock, f"{lock} (deleted)"} & set(opened) else 0
+
+
+def _target(fd: Path) -> str:
+    try:
+        return os.readlink(fd)  # noqa: PTH115 - it need not exist
+    except OSError:
+        return ""
 
 
 def _is_stopped(pid: int) -> bool:

@@ -2,11 +2,12 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -245,6 +246,71 @@ def test_what_only_has_the_name_of_a_pool_file_is_refused_by_up_and_down_and_lef
     assert "fix: remove it as its owner (`rm " in said
     assert "Traceback" not in said
     assert path.is_dir() or path.is_symlink() or path.exists()
+
+
+UP = """
+import subprocess, sys
+from kvferry.net.paths import RunDir
+from kvferry.supervise import rundir
+run_dir = RunDir.at(sys.argv[1])
+lock = rundir.Lock(run_dir)
+lock.say(rundir.SERVING)
+child = subprocess.Popen([sys.executable, "-c", *sys.argv[2:]], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+child.kill()
+child.wait()
+"""
+
+
+@pytest.fixture
+def living_up(run_dir: RunDir) -> Iterator[tuple[int, int]]:
+    """Pids of a process that holds the lock as `kvferry up` does, and of a child of it that holds the pool."""
+    leave(run_dir)
+    child = [HOLD, str(run_dir.pool(0)), "kvferry.gpu_worker", "--run-dir", str(run_dir.path)]
+    command = [sys.executable, "-c", UP, str(run_dir.path), *child]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.pid, int(process.stdout.readline())
+        process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_a_living_sidecar_whose_run_dir_was_emptied_keeps_its_pool_and_its_children(
+    run_dir: RunDir, living_up: tuple[int, int], all_of_it: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some clean up /tmp by age. The lock is free then, and the children look like those of a dead one."""
+    up, child = living_up
+    if all_of_it:
+        shutil.rmtree(run_dir.path)
+        rundir.make_private(run_dir)
+    else:
+        run_dir.lock.unlink()
+    with pytest.raises(ConfigError, match=rf"run_dir\.locked: kvferry up \(pid {up}\) still serves .* deleted"):
+        sweep.take_over(run_dir, 2, SLOTS_BYTES, patience_s=30)
+    assert main(["down", "--run-dir", str(run_dir.path)]) == 2
+    assert f"kill -USR1 {up}" in capsys.readouterr().err
+    os.kill(child, 0)
+    assert len(files(run_dir)) == 3
+
+
+def test_an_up_that_is_stopped_is_named_by_status_and_down_with_what_to_do(
+    run_dir: RunDir, living_up: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever would start another daemon stands still, so none will come."""
+    up, _ = living_up
+    os.kill(up, signal.SIGSTOP)
+    os.waitid(os.P_PID, up, os.WSTOPPED | os.WNOWAIT)
+    for command in ("status", "drain"):
+        assert main([command, "--run-dir", str(run_dir.path)]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"daemon.lost: kvferry up (pid {up}) at {run_dir.path} is stopped (state T)")
+        assert f"`kill -CONT {up}`" in said and f"`kill -KILL {up}`" in said
+    assert main(["down", "--run-dir", str(run_dir.path)]) == 1
+    told, fix = capsys.readouterr().err.splitlines()
+    assert told == f"kvferry up (pid {up}) at {run_dir.path} is stopped (state T)"
+    assert fix.endswith("it was told to stop, and does when it goes on")
 
 
 def test_a_table_that_no_engine_has_filled_is_no_damage(run_dir: RunDir) -> None:
