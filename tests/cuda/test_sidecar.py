@@ -298,6 +298,9 @@ def test_an_engine_is_served_on_while_the_next_spare_finds_no_room_on_its_gpu(no
     (lack,) = until(lambda: lacks(2), 20, "the second try")
     assert lack["rank"] == 0 and lack["why"].startswith(f"exited with code 2 ({code}: ")
     assert "CUDA_ERROR_OUT_OF_MEMORY" in lack["why"]
+    plain, check = (kvferry("status", *more, "--run-dir", sidecar.run_dir) for more in ((), ("--check",)))
+    assert (plain.returncode, check.returncode) == (0, 1), "health is the daemon's, an alarm is asked for"
+    assert check.stdout.startswith(f"rank 0 has no spare: exited with code 2 ({code}: ")
     one.ask(fill=[1, 2], seed=1)
     due = one.ask(bytes=[1, 2])["digest"]
     assert one.ask(store=[1, 2], text="a") == {"outcome": "OK"}
