@@ -24,6 +24,7 @@ log = logging.getLogger("kvferry.worker")
 REGISTER_S: Final = 2.0  # a connection that shows nothing by then is closed
 SILENT_S: Final = 0.02  # and by then keeps nobody waiting
 MOST_WAITING: Final = 128
+LOG_BAD_S: Final = 1.0  # at most one log line about bad connections in this time
 
 
 class Door:
@@ -35,6 +36,9 @@ class Door:
         self._listener = listener
         self._rank = rank
         self._waiting: dict[RankTether, float] = {}  # in the order of coming -> when
+        self._bad = 0  # refused connections that the log has not heard of
+        self._last_bad = ""
+        self._log_at_s = 0.0  # monotonic: not before
         self.is_open = True
 
     def filenos(self, *, accepts: bool) -> list[int]:
@@ -44,11 +48,12 @@ class Door:
 
     def next_due_s(self) -> float | None:
         """Monotonic seconds when `look` has something to do, though nothing may have come."""
+        tell = [self._log_at_s] if self._bad else []
         if not self._waiting:
-            return None
+            return min(tell, default=None)
         came = list(self._waiting.values())
         silent_at = came[-1] + SILENT_S
-        dues = [came[0] + REGISTER_S]
+        dues = [came[0] + REGISTER_S, *tell]
         return min([*dues, silent_at] if silent_at > self._now_s() and len(came) < MOST_WAITING else dues)
 
     def look(self, *, accepts: bool) -> tuple[RankTether, RankRegister] | None:
@@ -63,14 +68,16 @@ class Door:
                 register = _registration(tether, is_late=now >= came + REGISTER_S)
             except KvferryError as error:
                 # Not a rank of ours, or one that said nothing: the door stays open for the next.
-                log.warning("%s", error)
+                self._complain(str(error))
                 del self._waiting[tether]
                 tether.refuse(error)
                 tether.close()
                 continue
             if register is not None:
                 del self._waiting[tether]
+                self._tell(now)
                 return tether, register
+        self._tell(now)
         return None
 
     def close(self) -> None:
@@ -81,12 +88,28 @@ class Door:
             for tether in self._waiting:
                 tether.close()
             self._waiting.clear()
+            self._tell(self._log_at_s)
 
     def _may_accept(self, now: float) -> bool:
         if not self._waiting:
             return self.is_open
         newest = next(reversed(self._waiting.values()))
         return self.is_open and now >= newest + SILENT_S and len(self._waiting) < MOST_WAITING
+
+    def _complain(self, text: str) -> None:
+        self._bad += 1
+        self._last_bad = text
+
+    def _tell(self, now: float) -> None:
+        """One line a second at most: whoever knocks in a loop must not fill the disk."""
+        if not self._bad or now < self._log_at_s:
+            return
+        if self._bad == 1:
+            log.warning("%s", self._last_bad)
+        else:
+            log.warning("%d bad connections to rank %d, the last: %s", self._bad, self._rank, self._last_bad)
+        self._bad = 0
+        self._log_at_s = now + LOG_BAD_S
 
     def _accept(self) -> RankTether | None:
         try:
@@ -95,7 +118,7 @@ class Door:
             return None  # another spare of this rank was faster
         tether = RankTether(connection)
         if tether.uid not in (os.getuid(), 0):
-            log.warning("refused a connection of user %d on the socket of rank %d", tether.uid, self._rank)
+            self._complain(f"refused a connection of user {tether.uid} on the socket of rank {self._rank}")
             tether.close()
             return None
         if tether.ended:  # its process is gone already, whatever it may have written before

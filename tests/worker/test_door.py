@@ -147,3 +147,24 @@ def test_a_closed_door_turns_those_away_who_wait(house: House) -> None:
     house.door.close()
     assert waits.recv(100) == b""
     assert house.door.filenos(accepts=True) == [] and house.door.next_due_s() is None
+
+
+def test_who_knocks_badly_in_a_loop_costs_a_line_a_second(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the daemon folds bad messages: a log is no place to fill a disk from."""
+    lines: list[str] = []
+    monkeypatch.setattr("kvferry.gpu_worker.door.log.warning", lambda text, *values: lines.append(text % values))
+    for _ in range(50):
+        house.knock(frame(Goodbye()))
+        house.live(lambda _: not house.door.filenos(accepts=False) and house.door.look(accepts=True) is None)
+    assert len(lines) == 1 and "begins with rank.register" in lines[0]
+    due = house.door.next_due_s()
+    assert due is not None and due <= house.now_s + 1
+    house.now_s = due
+    house.door.look(accepts=True)
+    assert lines[1:] == ["49 bad connections to rank 0, the last: " + lines[0]]
+    assert house.door.next_due_s() is None
+    house.knock(frame(Goodbye()))
+    house.door.look(accepts=True)
+    house.door.look(accepts=True)
+    house.door.close()
+    assert len(lines) == 3, "none is lost with the door"
