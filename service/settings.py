@@ -191,7 +191,12 @@ def unknown_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
     """KVFERRY_* variables that name no setting, each with the nearest name."""
     known = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | OTHER_ENV
     strange = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
-    return [name + _nearest(name, known) for name in strange]
+    return [name + ("" if _of_kubernetes(name) else _nearest(name, known)) for name in strange]
+
+
+def _of_kubernetes(name: str) -> bool:
+    """Whether it is one that Kubernetes makes for a service named kvferry: nobody has mistyped it."""
+    return name.startswith((ENV_PREFIX + "PORT", ENV_PREFIX + "SERVICE_"))
 
 
 def _config_path(config: str | None) -> Path | None:
@@ -232,7 +237,7 @@ def _named(
         return ConfigError(
             "settings.unknown",
             f"{where}: there is no such setting{_nearest(name, known)}",
-            "known: " + ", ".join(known),
+            "known: " + ", ".join(sorted(known)),
         )
     text = first["msg"].removeprefix("Value error, ")
     given = first["input"]

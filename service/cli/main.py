@@ -6,6 +6,7 @@ Each command is a module beside this one with `HELP`, `add_arguments(parser)` an
 
 import argparse
 import errno
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -47,6 +48,7 @@ def _run(argv: Sequence[str] | None) -> int:
         description="A sidecar that keeps the KV cache of LLM inference servers beyond GPU memory.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=modules["version"].text(), help="show versions")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     parsers = {}
     for name, module in modules.items():
@@ -55,11 +57,22 @@ def _run(argv: Sequence[str] | None) -> int:
         )
         one.formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(one)
-    arguments, rest = parser.parse_known_args(argv)
+    arguments, rest = parser.parse_known_args(_joined(sys.argv[1:] if argv is None else argv))
     if rest and arguments.command != "demo":
         parsers[arguments.command].error("unknown: " + " ".join(rest))  # with the usage of this command
     arguments.rest = rest
     return int(modules[arguments.command].run(arguments))
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """`--timeout -1s` as `--timeout=-1s`: argparse takes -1s for a flag, and says nothing of what is wrong with it."""
+    joined: list[str] = []
+    for word in argv:
+        if re.match(r"-[0-9.]", word) and joined and re.fullmatch(r"--[a-z-]+", joined[-1]):
+            joined[-1] += "=" + word
+        else:
+            joined.append(word)
+    return joined
 
 
 if __name__ == "__main__":

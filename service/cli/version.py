@@ -14,5 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(_arguments: argparse.Namespace) -> int:
     """One line."""
-    print(f"kvferry {kvferry.__version__}, protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}")
+    print(text())
     return 0
+
+
+def text() -> str:
+    """The line, which `kvferry --version` prints too."""
+    return f"kvferry {kvferry.__version__}, protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"

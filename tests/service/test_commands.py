@@ -13,6 +13,8 @@ from kvferry.cli.main import main
         (["reset", "--namespace", "x" * 10_000], "settings.namespace"),
         (["reset", "--namespace", ""], "settings.namespace"),
         (["drain", "--timeout", "soon"], "settings.timeout"),
+        (["drain", "--timeout", "-1s"], "settings.timeout"),
+        (["up", "--host-memory", "-5GiB"], "settings.host_memory"),
         (["drain", "--timeout", "999999h"], "settings.timeout"),
     ],
 )
@@ -138,3 +140,13 @@ def test_down_leaves_what_is_not_of_kvferry(tmp_path: Path) -> None:
         (run_dir / name).touch()
     assert main(["down", "--run-dir", str(run_dir)]) == 0
     assert [path.name for path in run_dir.iterdir()] == ["notes.txt"]
+
+
+def test_the_version_is_a_flag_and_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    said = capsys.readouterr().out
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == said
+    assert said.startswith("kvferry ")

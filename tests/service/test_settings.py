@@ -167,6 +167,17 @@ def test_a_variable_that_names_nothing_is_told_with_the_nearest_name() -> None:
     assert strange == ["KVFERRY_HOST_MEMROY; did you mean KVFERRY_HOST_MEMORY?"]
 
 
+def test_what_kubernetes_makes_of_a_service_named_kvferry_is_nobodys_mistake() -> None:
+    names = ["KVFERRY_PORT", "KVFERRY_PORT_80_TCP", "KVFERRY_PORT_80_TCP_ADDR", "KVFERRY_SERVICE_HOST"]
+    assert unknown_environment(dict.fromkeys(names, "x")) == names
+
+
+def test_the_settings_that_there_are_are_listed_in_order(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load({}, write(tmp_path / "k.toml", "frobnicate = 2\n"))
+    assert error.value.fix == "known: " + ", ".join(sorted(Settings.model_fields))
+
+
 def test_a_bad_setting_is_two_lines_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "--host-memory", "8G"]) == 2
     said = capsys.readouterr().err.splitlines()
