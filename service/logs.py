@@ -33,8 +33,12 @@ def set_up(level: str | None = None) -> None:
 
 def say(text: object, stream: TextIO | None = None) -> None:
     """Print a line to `stream`, else to stdout, if that can be done."""
+    stream = stream or sys.stdout
+    if stream is None:  # it was closed when we were started
+        return
     with contextlib.suppress(OSError):
-        print(text, file=stream or sys.stdout, flush=True)
+        stream.write(f"{text}\n")
+        stream.flush()
 
 
 def let_go() -> None:
