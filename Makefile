@@ -44,7 +44,7 @@ format: setup ## write files the way check wants them
 
 test: setup ## all tests that need neither vLLM nor Docker
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not process"
-	@$(BIN)/python -m pytest -m process
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m process
 
 demo: setup ## the main job: a small engine whose evicted prefixes come back
 	@$(BIN)/python examples/demo.py

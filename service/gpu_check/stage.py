@@ -32,6 +32,7 @@ from kvferry.gpu_worker import pool as pools
 from kvferry.gpu_worker.pool import Pool, PoolHeaders
 from kvferry.net.channel import Channel
 from kvferry.net.paths import RunDir
+from kvferry.proto.errors import ConfigError
 from kvferry.proto.layout import slot_bytes
 from kvferry.proto.limits import PAGE_BYTES
 from kvferry.proto.outcome import Kind, Outcome
@@ -98,6 +99,17 @@ class WorkerProcess:
         return not self.wait(10.0).startswith("it still")
 
 
+def _new_run_dir() -> tuple[Path, RunDir]:
+    """In the usual place for temporary files, or in /tmp where that one's path is too long for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="kvferry-check-"))
+    try:
+        return folder, RunDir.at(folder)
+    except ConfigError:
+        folder.rmdir()
+    folder = Path(tempfile.mkdtemp(prefix="kvferry-check-", dir="/tmp"))
+    return folder, RunDir.at(folder)
+
+
 class Stage:
     """See the module's text. `clear` may be called at any time, `close` ends it."""
 
@@ -115,8 +127,7 @@ class Stage:
         self.is_cpu, self.is_fast = device == "cpu", is_fast
         self.is_small = is_small or self.is_cpu
         self.judges_speed = judges_speed and not self.is_cpu
-        self._folder = Path(tempfile.mkdtemp(prefix="kvferry-check-"))
-        self.run_dir = RunDir.at(self._folder)
+        self._folder, self.run_dir = _new_run_dir()
         self._log = (self._folder / "log").open("wb", buffering=0)  # what all children say
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.run_dir.rank(0)))

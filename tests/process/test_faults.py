@@ -164,7 +164,8 @@ def test_a_stopped_daemon_or_spare_is_noticed_killed_and_replaced_and_the_worker
         until(lambda: not alive(stopped), 30, "the stopped one is killed")
         noticed = time.monotonic() - began
         until(lambda: attached(engine) and stopped not in sidecar.children(), 60, "attached again")
-        assert engine.hits("after", keys_of("first", 3)) == 3
+        # The client may not have heard of the end yet, and ask the dead: that is a miss, and asked again.
+        until(lambda: engine.hits("after", keys_of("first", 3)) == 3, 30, "all keys hit again")
         print(f"{victim}: killed after {noticed:.2f} s, hits again after {time.monotonic() - began:.2f} s")
         # Asked within a second, and then five looks, a second apart.
         assert noticed > 4.5
