@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvferry.gpu_worker import pool
-from kvferry.logs import LEVEL_ENV
+from kvferry.logs import LEVEL_ENV, say
 from kvferry.net.paths import RunDir
 from kvferry.process import name_process
 from kvferry.proto.limits import PAGE_BYTES
@@ -131,6 +131,7 @@ class Sidecar:
         self._finish: Finish | None = None
         self._gpus: tuple[gpus.RankGpu, ...] = ()  # by rank; none without CUDA
         self._adopted = False  # the pool is one that an earlier run kept
+        self._owns = False  # nobody else holds what has our names: it is ours to use and to remove
 
     def run(self) -> int:
         """Serve until stopped; the exit code. ConfigError before anything was started if it cannot work."""
@@ -146,6 +147,7 @@ class Sidecar:
             self._adopted, lines = sweep.take_over(
                 self._run_dir, s.tp_size, s.rank_bytes - PAGE_BYTES, check=self._check_memory
             )
+            self._owns = True
             for line in lines:
                 log.info("%s", line)
             if not self._adopted:
@@ -162,14 +164,16 @@ class Sidecar:
                 listener.close()
             self._selector.close()
             self._signals.close()
-            rundir.clean_up(self._run_dir)
-            left = self._leave_pool()
+            left = ""
+            if self._owns:
+                rundir.clean_up(self._run_dir)
+                left = self._leave_pool()
             self._lock.release()
             if created:
                 rundir.remove_if_empty(self._run_dir)
         assert self._finish is not None
         if self._finish.code:
-            print(f"kvferry: {self._finish.text}", file=sys.stderr)  # noqa: T201
+            say(f"kvferry: {self._finish.text}", sys.stderr)
         else:
             log.info("stopped: %s", self._finish.text)
         log.info("%s", left)
@@ -361,10 +365,9 @@ class Sidecar:
         took = f"in {time.monotonic() - self._started:.1f} s" + (", with what was kept" if self._adopted else "")
         took = "again, with what the pool holds" if again else took
         ranks = "1 rank" if s.tp_size == 1 else f"{s.tp_size} ranks"
-        print(  # noqa: T201
+        say(
             f"kvferry ready: run dir {self._run_dir.path}, {ranks} x {format_bytes(s.rank_bytes)}"
-            f" = {format_bytes(s.rank_bytes * s.tp_size)}, device {s.device}, {took}",
-            flush=True,
+            f" = {format_bytes(s.rank_bytes * s.tp_size)}, device {s.device}, {took}"
         )
 
 

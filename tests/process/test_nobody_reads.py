@@ -1,0 +1,92 @@
+"""A sidecar whose words reach nobody, and one whose run dir was emptied under it: both go on serving."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.ask import ask_status
+from kvferry.net.paths import RunDir
+from kvferry.proto.errors import LostError
+from kvferry.supervise.rundir import SERVING, read_lock
+from tests.process.sidecar import KVFERRY, Sidecar, alive, environment, kvferry, until
+
+pytestmark = pytest.mark.process
+
+
+@contextmanager
+def into_a_closed_pipe(command: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """Its output is read up to the ready line, and then its reader is gone, as `up | head` does."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(b"kvferry ready"):
+                break
+        process.stdout.close()
+        yield process
+
+
+@contextmanager
+def onto_a_full_disk(command: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """Not even its first line can be written."""
+    with (
+        Path("/dev/full").open("w") as full,
+        subprocess.Popen(command, stdout=full, stderr=full, env=environment()) as process,
+    ):
+        yield process
+
+
+def served_by(run_dir: RunDir) -> int:
+    """Pid of the daemon that answers; 0 if none does."""
+    if (read_lock(run_dir) or (0, ""))[1] != SERVING:
+        return 0
+    try:
+        return int(ask_status(run_dir)["daemon_pid"])
+    except LostError:
+        return 0
+
+
+@pytest.mark.parametrize("start", [into_a_closed_pipe, onto_a_full_disk])
+def test_a_sidecar_that_nobody_reads_still_replaces_its_daemon_and_ends_with_0(
+    tmp_path: Path, start: Callable[[list[str]], Iterator["subprocess.Popen[bytes]"]]
+) -> None:
+    run_dir = RunDir.at(Path("/tmp") / f"kvf-{os.getpid()}-mute")
+    command = [*KVFERRY, "up", "--run-dir", str(run_dir.path), "--host-memory", "8MiB"]
+    with start(command) as process:  # type: ignore[attr-defined]
+        try:
+            first = until(lambda: served_by(run_dir), 30, "ready")
+            os.kill(first, signal.SIGKILL)
+            second = until(lambda: (found := served_by(run_dir)) != first and found, 30, "another daemon")
+            assert second != first and process.poll() is None
+            assert kvferry("down", "--run-dir", run_dir.path).returncode == 0
+            assert process.wait(15) == 0
+            assert not run_dir.path.exists()
+        finally:
+            process.kill()
+            shutil.rmtree(run_dir.path, ignore_errors=True)
+            for path in run_dir.table.parent.glob(f"kvferry-{run_dir.instance}*"):
+                path.unlink()
+
+
+def test_a_living_sidecar_whose_run_dir_was_emptied_is_left_alone_by_up_and_down() -> None:
+    sidecar = Sidecar(tp_size=1)
+    try:
+        files = sorted(path.name for path in RunDir.at(sidecar.run_dir).table.parent.glob("kvferry-*-*"))
+        children = sidecar.children()
+        shutil.rmtree(sidecar.run_dir)
+        for command in (["up", "--host-memory", "64MiB"], ["down"]):
+            done = kvferry(*command, "--run-dir", sidecar.run_dir)
+            print(done.stderr)
+            assert done.returncode == 2
+            assert f"run_dir.locked: kvferry up (pid {sidecar.pid}) still serves {sidecar.run_dir}" in done.stderr
+        assert alive(sidecar.pid) and sidecar.children() == children
+        assert set(files) <= {path.name for path in RunDir.at(sidecar.run_dir).table.parent.glob("kvferry-*-*")}
+        assert sidecar.stop(signal.SIGUSR1) == 0
+        assert sidecar.leftovers() == []
+    finally:
+        sidecar.kill()
