@@ -29,7 +29,7 @@ from pydantic_settings import (
 from kvferry.net.paths import RunDir
 from kvferry.proto import limits
 from kvferry.proto.errors import ConfigError
-from kvferry.units import format_bytes, parse_bytes, parse_seconds
+from kvferry.units import counted, format_bytes, parse_bytes, parse_seconds
 
 ENV_PREFIX: Final = "KVFERRY_"
 # Read by other parts of kvferry, or naming the file itself: no fields of Settings, and no mistakes.
@@ -148,7 +148,7 @@ def load(flags: Mapping[str, Any], config: str | None = None) -> Settings:
     if settings.rank_bytes < MIN_RANK_BYTES:
         raise ConfigError(
             "settings.host_memory",
-            f"{format_bytes(settings.host_memory)} over {settings.tp_size} ranks leave"
+            f"{format_bytes(settings.host_memory)} over {counted(settings.tp_size, 'rank leaves', 'ranks leave')}"
             f" {format_bytes(settings.rank_bytes)} a rank; the smallest block needs {format_bytes(MIN_RANK_BYTES)}",
             "raise host_memory; it is the total over all ranks, and a useful pool holds many blocks",
         )
@@ -159,7 +159,7 @@ def load(flags: Mapping[str, Any], config: str | None = None) -> Settings:
     if settings.devices and len(settings.devices) != settings.tp_size:
         raise ConfigError(
             "settings.devices",
-            f"{len(settings.devices)} GPUs for {settings.tp_size} ranks",
+            f"{counted(len(settings.devices), 'GPU')} for {counted(settings.tp_size, 'rank')}",
             "name one GPU for each rank, in the order of the ranks",
         )
     return settings

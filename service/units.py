@@ -1,4 +1,4 @@
-"""Sizes and times as people write them, and back. Pure.
+"""Sizes, times and counts as people write them, and back. Pure.
 
 `8GiB` and `8Gi` are binary, `8GB` is decimal, a bare number is bytes. `8G` is refused: half of all programs
 read it one way, half the other. Times are `500ms`, `10s`, `2m`, `1h`; a bare number is seconds.
@@ -40,6 +40,11 @@ def parse_seconds(text: object) -> float:
             f"{text!r} is no time; write 500ms, 10s, 2m, 1h or a plain number of seconds; units: us, ms, s, m, min, h"
         )
     return float(match[1]) * _SECONDS[match[2].lower()]
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """ "1 store", "2 stores": a count with its word."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def format_bytes(num_bytes: int) -> str:

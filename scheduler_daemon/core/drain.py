@@ -14,6 +14,7 @@ from kvferry.scheduler_daemon.core.api import AtRest, Note
 from kvferry.scheduler_daemon.core.desk import Desk, Drain
 from kvferry.scheduler_daemon.core.ending import void
 from kvferry.scheduler_daemon.core.jobs import State
+from kvferry.units import counted
 
 
 def take_drain(desk: Desk, link: LinkId, ask: DrainAsk) -> None:
@@ -47,7 +48,7 @@ def begin(desk: Desk, budget_ns: int) -> None:
     for lease in list(desk.leases):
         desk.end_lease(lease)
     desk.counters.add("drains")
-    desk.out.append(Note(f"draining: {len(desk.jobs)} jobs are under way"))
+    desk.out.append(Note(f"draining: {counted(len(desk.jobs), 'job is', 'jobs are')} under way"))
 
 
 def look(desk: Desk) -> None:
@@ -67,7 +68,7 @@ def look(desk: Desk) -> None:
         _answer(desk, drain)
         if not drain.announced:
             drain.announced = True
-            desk.out.append(Note(f"at rest; {drain.dropped} stores were dropped"))
+            desk.out.append(Note(f"at rest; {counted(drain.dropped, 'store was', 'stores were')} dropped"))
         if drain.shell_waits:
             drain.shell_waits = False
             desk.out.append(AtRest())

@@ -25,6 +25,7 @@ from kvferry.scheduler_daemon.core.desk import Desk
 from kvferry.scheduler_daemon.core.index import Entry, KeyIndex
 from kvferry.scheduler_daemon.core.pool import HostPool
 from kvferry.scheduler_daemon.core.slots import RECORD, SlotState, Table, sound
+from kvferry.units import counted
 
 I64: TypeAlias = npt.NDArray[np.int64]
 Column: TypeAlias = npt.NDArray[Any]
@@ -116,7 +117,7 @@ def await_workers(desk: Desk, workers: Iterable[int]) -> None:
     desk.awaited |= set(workers) - desk.reaped - desk.drained
     if desk.awaited:
         desk.awaited_due_ns = desk.now_ns + desk.settings.awaited_ns
-        desk.out.append(Note(f"stores wait until {len(desk.awaited)} workers have drained"))
+        desk.out.append(Note(f"stores wait until {counted(len(desk.awaited), 'worker has', 'workers have')} drained"))
     elif was:
         desk.out.append(Note("no worker of an earlier daemon is left: stores are accepted"))
 

@@ -17,6 +17,7 @@ from kvferry.scheduler_daemon.core.desk import Desk
 from kvferry.scheduler_daemon.core.ending import void
 from kvferry.scheduler_daemon.core.namespaces import Namespace
 from kvferry.scheduler_daemon.core.people import tell_ranks
+from kvferry.units import counted
 
 EVERYTHING = "*"
 FREED_A_STEP = 1024  # keys of ended epochs: under a millisecond
@@ -59,7 +60,7 @@ def take_reset(desk: Desk, link: LinkId, ask: ResetAsk) -> None:
     epochs = {space.name: space.epoch for space in spaces[:MAX_NAMED]}
     desk.send(link, ResetAnswer(epochs=epochs, keys=num_keys))
     desk.counters.add("resets", len(spaces))
-    desk.out.append(Note(f"reset of {len(spaces)} namespaces: {num_keys} keys forgotten"))
+    desk.out.append(Note(f"reset of {counted(len(spaces), 'namespace')}: {counted(num_keys, 'key')} forgotten"))
 
 
 def _reset(desk: Desk, space: Namespace, epoch: int) -> None:

@@ -12,7 +12,7 @@ from kvferry.cli.flags import add_run_dir, run_dir_of
 from kvferry.proto.control import DrainAnswer, DrainAsk
 from kvferry.proto.errors import ConfigError
 from kvferry.supervise.rundir import read_lock
-from kvferry.units import parse_seconds
+from kvferry.units import counted, parse_seconds
 
 HELP = "take nothing new and let what runs end"
 # Beyond the stores' budget: a load ends by its own deadline, and whoever then owes a word is killed.
@@ -45,6 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.resume:
         print(f"kvferry at {run_dir.path} takes work again")
     else:
-        dropped = "1 store was dropped" if answer.dropped == 1 else f"{answer.dropped} stores were dropped"
+        dropped = counted(answer.dropped, "store was", "stores were") + " dropped"
         print(f"kvferry at {run_dir.path} is at rest after {answer.waited_ms / 1000:.1f} s; {dropped}")
     return 0

@@ -13,6 +13,7 @@ from kvferry.cli.flags import add_run_dir, run_dir_of
 from kvferry.proto.control import ResetAnswer, ResetAsk
 from kvferry.proto.errors import ConfigError
 from kvferry.supervise.rundir import read_lock
+from kvferry.units import counted
 
 HELP = "forget what is stored, at once"
 
@@ -40,6 +41,5 @@ def run(arguments: argparse.Namespace) -> int:
     answer = ask(run_dir, ResetAsk(namespace="*" if arguments.all else arguments.namespace), ResetAnswer)
     for name, epoch in sorted(answer.epochs.items()):
         print(f"namespace {name[:12]}: epoch {epoch}")
-    spaces = "1 namespace" if len(answer.epochs) == 1 else f"{len(answer.epochs)} namespaces"
-    print(f"forgot {answer.keys:,} blocks of {spaces}")
+    print(f"forgot {counted(answer.keys, 'block')} of {counted(len(answer.epochs), 'namespace')}")
     return 0

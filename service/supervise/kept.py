@@ -17,7 +17,7 @@ from kvferry.proto.limits import PAGE_BYTES
 from kvferry.scheduler_daemon.core.header import HEADER_BYTES, Header, misfit, read_header
 from kvferry.scheduler_daemon.core.slots import RECORD, SlotState
 from kvferry.scheduler_daemon.table import machine_boot
-from kvferry.units import format_bytes
+from kvferry.units import counted, format_bytes
 
 
 class Unusable(Exception):  # noqa: N818 - no error: the next sidecar begins anew
@@ -36,7 +36,7 @@ class Kept:
 
     def __str__(self) -> str:
         if self.unusable:
-            return f"{format_bytes(self.nbytes)} in {len(self.files)} files"
+            return f"{format_bytes(self.nbytes)} in {counted(len(self.files), 'file')}"
         return f"{format_bytes(self.nbytes)}, {self.num_filled:,} of {self.num_slots:,} slots filled"
 
     def as_dict(self) -> dict[str, int]:
@@ -112,7 +112,7 @@ def _fit(run_dir: RunDir, files: list[Path], tp_size: int | None, slots_bytes: i
             raise Unusable(f"{run_dir.pool(rank)} is missing")
         found.append(_pool_bytes(run_dir.pool(rank), run_dir.instance))
     if tp_size not in (None, len(found)):
-        raise Unusable(f"it is of {len(found)} ranks, this sidecar has {tp_size}")
+        raise Unusable(f"it is of {counted(len(found), 'rank')}, this sidecar has {tp_size}")
     if slots_bytes is not None and found != [slots_bytes] * len(found):
         had, wanted = [[format_bytes(size + PAGE_BYTES) for size in sizes] for sizes in (found, [slots_bytes])]
         raise Unusable(f"its files have {', '.join(had)}, this sidecar's have {wanted[0]} a rank")

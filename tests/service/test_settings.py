@@ -65,7 +65,7 @@ def test_gpus_are_named_alike_in_flag_environment_and_file(monkeypatch: pytest.M
     ("flags", "words"),
     [
         ({"devices": "0"}, ["'cpu'"]),
-        ({"device": "cuda", "devices": "0,1"}, ["2 GPUs for 1 ranks"]),
+        ({"device": "cuda", "devices": "0,1"}, ["2 GPUs for 1 rank"]),
         ({"device": "cuda", "tp_size": "2", "devices": "0,0"}, ["twice"]),
         ({"device": "cuda", "tp_size": "2", "devices": "0,"}, ["no GPU"]),
         ({"device": "cuda", "devices": "0", "pin": "maybe"}, ["pin", "maybe"]),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.units import format_bytes, parse_bytes, parse_seconds
+from kvferry.units import counted, format_bytes, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,17 @@ def test_a_strange_time_is_refused(text: object) -> None:
 @given(st.integers(0, 1 << 50))
 def test_a_size_that_is_shown_can_be_read_back_within_its_rounding(num_bytes: int) -> None:
     assert abs(parse_bytes(format_bytes(num_bytes)) - num_bytes) <= max(1, num_bytes // 20)
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "said"),
+    [
+        (0, ("job",), "0 jobs"),
+        (1, ("job",), "1 job"),
+        (2345, ("job",), "2,345 jobs"),
+        (1, ("store was", "stores were"), "1 store was"),
+        (2, ("store was", "stores were"), "2 stores were"),
+    ],
+)
+def test_one_is_one_and_not_ones(number: int, words: tuple[str, ...], said: str) -> None:
+    assert counted(number, *words) == said
