@@ -1,6 +1,6 @@
 """Try on a GPU what kvferry builds on: memory lent between processes, marks, copies bit for bit, order, deaths, speed.
 
-Some fourteen items in about six minutes, each with a limit; a table at the end, with --out a JSON file that grows with
+Some fifteen items in about six minutes, each with a limit; a table at the end, with --out a JSON file that grows with
 each item. Exit code 1 if an item that must pass did not, or if a control that must fail did not (void). Run it
 where the sidecar will run, with no other load on the GPU. `--device cpu` plays the same on shared memory.
 """
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=("torch", "driver"),
         default="torch",
-        help="what plays the engine: torch (default), or the driver alone, without kernels and item 8",
+        help="what plays the engine: torch (default), or the driver alone, without kernels and the items 8 and 14",
     )
 
 

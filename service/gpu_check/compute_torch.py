@@ -6,7 +6,7 @@ as in servers that capture graphs; `matmul` is the load that copies must not slo
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 from kvferry.client.cuda_memory import export_cuda
@@ -45,6 +45,8 @@ class TorchCompute:
         torch.cuda.set_stream(torch.cuda.Stream(self._device))
         self._memory = DriverMemory(self._driver, self._gpu.device)
         self._tensors: dict[int, Any] = {}
+        self._graph: Any = None
+        self._number: Any = None  # of the graph's last replay, on the GPU
         self._cycles_per_ms = self._calibrate()
 
     def about(self) -> dict[str, Any]:
@@ -67,6 +69,7 @@ class TorchCompute:
 
     def free(self) -> None:
         self.finish()
+        self._graph = self._number = None
         self._tensors.clear()
         self._torch.cuda.empty_cache()
         self._memory.free()
@@ -141,6 +144,32 @@ class TorchCompute:
             self.finish()
             times += [first.elapsed_time(second) for first, second in itertools.pairwise(marks)]
         return times
+
+    def capture(
+        self, written: Sequence[int], read: Sequence[int], derived: Sequence[int], nbytes: int, spin_ms: float
+    ) -> None:
+        """Capture a graph as servers do: it is busy for a time, then writes at `written` the number of the replay,
+        and at `derived` the complement of what it reads at `read`; `nbytes` at each of these addresses."""
+        torch = self._torch
+        number = torch.zeros(1, dtype=torch.uint8, device=self._device)
+
+        def kernels() -> None:
+            self.spin(spin_ms)
+            number.add_(1)
+            for at in written:
+                self._at(at, nbytes).copy_(number.expand(nbytes))
+            for source, target in zip(read, derived, strict=True):
+                torch.bitwise_not(self._at(source, nbytes), out=self._at(target, nbytes))
+
+        kernels()  # once outside: what a kernel's first launch loads cannot be loaded in a capture
+        number.fill_(0)
+        self._graph, self._number = torch.cuda.CUDAGraph(), number
+        with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
+            kernels()
+
+    def replay(self) -> None:
+        """Queue: the captured graph once more."""
+        self._graph.replay()
 
     def interprocess_event(self) -> tuple[Any, bytes, float]:
         """An event recorded behind all that is queued, its handle, and the microseconds that the record took."""

@@ -183,6 +183,8 @@ class Engine:
             "store": self._store,
             "load": self._load,
             "revoke": self._revoke,
+            "capture": self._capture,
+            "replay": self._replay,
             "sleep": time.sleep,
             "await": self._await,
             "holds": self._holds,
@@ -207,6 +209,13 @@ class Engine:
 
     def _revoke(self, *tickets: int) -> None:
         self._ranked().revoke(self._directive(revokes=tickets))
+
+    def _capture(self, written: int, read: int, derived: int, spin_ms: float) -> None:
+        runs = (self._runs(block) for block in (written, read, derived))
+        self._compute.capture(*runs, self._run, spin_ms)  # type: ignore[attr-defined]
+
+    def _replay(self) -> None:
+        self._compute.replay()  # type: ignore[attr-defined]
 
     def _await(self, ticket: int, timeout_s: float) -> dict[str, Any]:
         """The end of a ticket at this rank. LostError if there is none in time."""

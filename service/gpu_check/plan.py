@@ -4,7 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvferry.gpu_check import items_attach, items_bytes, items_deaths, items_look, items_order, items_speed
+from kvferry.gpu_check import (
+    items_attach,
+    items_bytes,
+    items_deaths,
+    items_graph,
+    items_look,
+    items_order,
+    items_speed,
+)
 from kvferry.gpu_check.stage import Stage
 from kvferry.proto.errors import ConfigError
 
@@ -27,6 +35,7 @@ ITEMS: Final = (
     Item(3, "bit for bit", 45, items_bytes.correctness),
     Item(4, "order", 30, items_order.order),
     Item(13, "revokes, generations", 40, items_order.revokes),
+    Item(14, "CUDA graphs", 25, items_graph.graphs),
     Item(10, "engine killed", 60, items_deaths.engine_killed),
     Item(5, "bandwidth", 60, items_speed.bandwidth),
     Item(6, "ends seen", 20, items_speed.ends),

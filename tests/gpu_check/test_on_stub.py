@@ -38,7 +38,7 @@ def test_every_item_that_needs_no_kernel_passes_on_the_stub(tmp_path: Path) -> N
     code, items, told = check(tmp_path, "--engine", "driver", "--small", "--no-speed")
     assert code == 0, told
     for number, item in items.items():
-        assert item["status"] == ("skipped" if number == 8 else "pass"), item
+        assert item["status"] == ("skipped" if number in (8, 14) else "pass"), item
     assert items[0]["facts"]["gpu"]["name"] == "Stub GPU"
     assert items[1]["facts"]["handle"] == "cuda_ipc" and "handle.other_gpu" in items[1]["facts"]["forged"]
     assert items[3]["facts"]["paths"] == ["batch", "loop"]
@@ -70,22 +70,27 @@ def check_with(tmp_path: Path, control: Path, *flags: str) -> tuple[int, dict[in
         del os.environ["STUBCUDA_CONTROL"]
 
 
-def test_the_engine_on_torch_makes_no_mistake_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code that plays the engine with torch, its kernels and streams stood in for: what is left is hardware's.
-
-    Order (4, 13) is not asked: nothing overlaps here.
-    """
+def put_torch_on_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: str = "") -> None:
+    """Let the children of a check, which need torch, find `torch_on_stub` in its place; `bug` is planted there too."""
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(
         "import sys\n"
         "if {'kvferry.gpu_check.engine', 'kvferry.gpu_check.copier'} & set(sys.orig_argv):\n"
         "    from tests.gpu_check import torch_on_stub\n"
-        "    torch_on_stub.install()\n"
+        "    torch_on_stub.install()\n" + (f"    torch_on_stub.{bug}()\n" if bug else "")
     )
     monkeypatch.setenv("PYTHONPATH", f"{site}:{Path(__file__).parents[2]}")
+
+
+def test_the_engine_on_torch_makes_no_mistake_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code that plays the engine with torch, its kernels and streams stood in for: what is left is hardware's.
+
+    Order (4, 13) is not asked: nothing overlaps here. The control of 14 needs no more than a replay that takes a while.
+    """
+    put_torch_on_stub(tmp_path, monkeypatch)
     code, items, told = check(
-        tmp_path, "--engine", "torch", "--small", "--no-speed", "--items", "0-3,8-11", violates="cuMemHostRegister"
+        tmp_path, "--engine", "torch", "--small", "--no-speed", "--items", "0-3,8-11,14", violates="cuMemHostRegister"
     )
     assert code == 0, told
     assert {number: item["status"] for number, item in items.items()} == dict.fromkeys(items, "pass"), told
@@ -96,3 +101,22 @@ def test_the_engine_on_torch_makes_no_mistake_of_its_own(tmp_path: Path, monkeyp
     assert items[8]["facts"]["steps"]["copies of 1 MiB"]["copied_gb_s"] > 0
     assert items[9]["facts"]["kernel_after_refusals"].startswith("works")
     assert items[10]["facts"]["event_of_the_dead"] == "has not happened"
+    assert items[14]["facts"]["control_old_of"]["store"] > 0
+
+
+@pytest.mark.parametrize(
+    ("bug", "words"),
+    [
+        ("set_marks_in_captures", "a mark was captured into the graph"),
+        ("look_at_events_in_captures", "not permitted when stream is capturing"),
+    ],
+)
+def test_a_call_of_ours_in_a_capture_is_found(
+    bug: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_torch_on_stub(tmp_path, monkeypatch, bug)
+    code, items, told = check(
+        tmp_path, "--engine", "torch", "--small", "--no-speed", "--items", "14", violates="cuMemHostRegister"
+    )
+    assert code == 1, told
+    assert items[14]["status"] == "fail" and words in items[14]["text"], told

@@ -31,12 +31,12 @@ def test_the_table_is_by_number_and_names_what_failed() -> None:
 
 
 def test_items_go_in_the_order_of_their_value_and_can_be_chosen() -> None:
-    assert [item.number for item in ITEMS] == [0, 1, 2, 3, 4, 13, 10, 5, 6, 9, 7, 11, 8, 12]
+    assert [item.number for item in ITEMS] == [0, 1, 2, 3, 4, 13, 14, 10, 5, 6, 9, 7, 11, 8, 12]
     assert [item.number for item in chosen("13, 0-2")] == [0, 1, 2, 13]
     assert chosen(None) == ITEMS
 
 
-@pytest.mark.parametrize("text", ["", "x", "1-", "-1", "14", "0-99"])
+@pytest.mark.parametrize("text", ["", "x", "1-", "-1", "15", "0-99"])
 def test_an_item_that_there_is_not_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         chosen(text)

@@ -1,7 +1,8 @@
 """torch as the check's engine uses it, with the stub of the driver in place of CUDA: for the code, not for a GPU.
 
 Tensors are CPU tensors over the stub's device memory, which lies in this process; each of their operations waits for
-the stream first, so order is kept and nothing overlaps. Events are times. Installed by a `sitecustomize` that the
+the stream first, so order is kept and nothing overlaps. Events are times. A graph is the list of what was asked for
+while it was captured; calls that CUDA refuses then are refused. Installed by a `sitecustomize` that the
 test puts before the children's path; whoever else imports torch gets it as it is.
 """
 
@@ -10,16 +11,20 @@ import ctypes
 import struct
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from kvferry.client.cuda_marks import CudaMarks
 from kvferry.cuda.driver import Driver
+from kvferry.cuda.structs import EVENT_DISABLE_TIMING
 from kvferry.gpu_check.compute_driver import BOUNCE_BYTES
 
 CYCLES_PER_MS = 1e6
-WAITS = ("fill_", "copy_", "cpu")
+KERNELS = ("fill_", "copy_", "add_", "bitwise_not")
+WAITS = (*KERNELS, "cpu")
+NOT_IN_A_CAPTURE = ("stream_synchronize", "event_happened", "host_register", "host_unregister", "allocate", "free")
 
 
 class Gpu:
@@ -33,12 +38,16 @@ class Gpu:
         self.scratch = self.driver.allocate(BOUNCE_BYTES)
         self.null = self.now = Stream(self)
         self.busy_until_ns = 0
+        self.captured: list[Callable[[], Any]] | None = None
 
     def at(self, address: int, nbytes: int) -> torch.Tensor:
         memory = (ctypes.c_uint8 * nbytes).from_address(address)
         return torch.frombuffer(memory, dtype=torch.uint8).as_subclass(OnStub)
 
     def sleep(self, cycles: int) -> None:
+        if self.captured is not None:
+            self.captured.append(lambda: self.sleep(cycles))
+            return
         milliseconds = cycles / CYCLES_PER_MS
         until = time.monotonic() + milliseconds / 1e3
         self.busy_until_ns = int(until * 1e9)
@@ -62,9 +71,58 @@ class Stream:
 class OnStub(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in WAITS:
+        name, captured = getattr(func, "__name__", ""), gpu().captured
+        if captured is not None and name in KERNELS:
+            captured.append(lambda: func(*args, **(kwargs or {})))
+            return args[0]
+        if name in WAITS:
             gpu().now.synchronize()
         return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.captured: list[Callable[[], Any]] = []
+
+    def replay(self) -> None:
+        for deed in self.captured:
+            deed()
+
+
+@contextlib.contextmanager
+def capturing(graph: Graph, stream: Stream) -> Iterator[None]:
+    """torch.cuda.graph: nothing runs in here."""
+    assert stream is not gpu().null, "the null stream cannot be captured"
+    stream.synchronize()
+    gpu().captured = graph.captured
+    try:
+        yield
+    finally:
+        gpu().captured = None
+
+
+def _heed_captures() -> None:
+    """Calls of the driver go into the graph, or break the capture, as with CUDA."""
+
+    def refused(call: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            if _gpus and gpu().captured is not None:
+                raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+            return call(*args, **kwargs)
+
+        return asked
+
+    for name in NOT_IN_A_CAPTURE:
+        setattr(Driver, name, refused(getattr(Driver, name)))
+    write = Driver.write_value
+
+    def write_value(self: Driver, stream: int, address: int, value: int) -> None:
+        if gpu().captured is None:
+            write(self, stream, address, value)
+        else:
+            gpu().captured.append(lambda: write(self, stream, address, value))
+
+    Driver.write_value = write_value  # type: ignore[method-assign]
 
 
 class Event:
@@ -134,9 +192,40 @@ def install() -> None:
     cuda.set_device = lambda n: None
     cuda.Stream = lambda device: Stream(gpu())
     cuda.Event, cuda.stream = Event, stream
+    cuda.CUDAGraph, cuda.graph = Graph, capturing
+    _heed_captures()
     cuda.set_stream = lambda one: setattr(gpu(), "now", one)
     cuda.current_stream = lambda: gpu().now
     cuda.default_stream = lambda device: gpu().null
     cuda.empty_cache = lambda: None
     cuda.synchronize = lambda: gpu().now.synchronize()
     cuda._sleep = lambda cycles: gpu().sleep(cycles)
+
+
+# ---- bugs to plant ---------------------------------------------------------------------------------
+
+
+def set_marks_in_captures() -> None:
+    """As if an engine's hook were called while it captures."""
+    _in_captures(lambda marks: marks.signal())
+
+
+def look_at_events_in_captures() -> None:
+    """As if the rank client had a thread that asks for events whenever it likes."""
+    _in_captures(lambda marks: marks._driver.event_happened(marks._driver.event_create(EVENT_DISABLE_TIMING)))
+
+
+def _in_captures(deed: Callable[[CudaMarks], Any]) -> None:
+    made: list[CudaMarks] = []
+    init, sleep = CudaMarks.__init__, Gpu.sleep
+
+    def noted(self: CudaMarks, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        made.append(self)
+
+    def asked(self: Gpu, cycles: int) -> None:
+        if self.captured is not None:
+            deed(made[-1])
+        sleep(self, cycles)
+
+    CudaMarks.__init__, Gpu.sleep = noted, asked  # type: ignore[method-assign]
