@@ -1,6 +1,6 @@
 """Item 14: CUDA graphs over lent memory, as servers replay them in each step.
 
-    capture   between begins of the rank client, the worker copying: no call of ours may break it, and no mark be in it
+    capture   between the rank client's begins and the word of their ends: no call of ours may break it, no mark be in it
     replay    busy for 2 ms; WRITTEN = the number of the replay; DERIVED = the complement of LOADED
     store     of WRITTEN and DERIVED, its mark behind the replay: the slots hold what this replay wrote
     load      into LOADED, its mark behind it too: the next replay reads it, and this one's reading is over
@@ -62,7 +62,7 @@ def _value(number: int) -> int:
 
 
 def _capture(served: Served, value: int) -> None:
-    """Capture, with a store and a load begun right before and ended after: their copies run beside it."""
+    """Capture, with a store and a load begun right before, of whose ends the rank client hears after it."""
     store = served.plan(Kind.STORE, [ALONE], [3], [served.generation()])
     load = served.plan(Kind.LOAD, [LOADED], [2], [served.stamp(2, value)])
     *_, word = served.play(
@@ -74,9 +74,9 @@ def _capture(served: Served, value: int) -> None:
         ("await", load, WORD_S),
     )
     if (outcome := served.outcome(store)) is not Outcome.OK or not word["ok"]:
-        raise Failed(f"beside a capture a store ended as {outcome.name} and a load as {word['outcome']}")
+        raise Failed(f"around a capture a store ended as {outcome.name} and a load as {word['outcome']}")
     if not (served.payload(3) == POISON).all():
-        raise Failed("a store beside a capture did not read what was written before its mark")
+        raise Failed("a store begun before a capture did not read what was written before its mark")
 
 
 def _marks_stay_out(served: Served) -> None:
