@@ -1,6 +1,6 @@
 """Item 14: CUDA graphs over lent memory, as servers replay them in each step.
 
-    capture   between the rank client's begins and the word of their ends: no call of ours may break it, no mark be in it
+    capture   between the rank client's begins and the word of their ends: no call of ours breaks it, no mark is in it
     replay    busy for 2 ms; WRITTEN = the number of the replay; DERIVED = the complement of LOADED
     store     of WRITTEN and DERIVED, its mark behind the replay: the slots hold what this replay wrote
     load      into LOADED, its mark behind it too: the next replay reads it, and this one's reading is over
