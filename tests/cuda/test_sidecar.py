@@ -236,7 +236,7 @@ def test_without_a_driver_up_says_so_once_with_the_fix_and_leaves_nothing(
         ("devices 1", ("--tp-size", "2"), "device.not_visible", UUIDS[0]),
         ("devices 1", ("--devices", UUIDS[1]), "device.not_visible", UUIDS[0]),
         ("devices 2", ("--tp-size", "2", "--devices", f"1,{UUIDS[1]}"), "settings.devices", "one GPU"),
-        ("devices 2", ("--devices", "0,1"), "settings.devices", "2 GPUs for 1 ranks"),
+        ("devices 2", ("--devices", "0,1"), "settings.devices", "2 GPUs for 1 rank"),
     ],
 )
 def test_gpus_that_cannot_be_used_are_refused_before_anything_is_made(
