@@ -254,6 +254,8 @@ class RankClient:
 
     def _signal(self) -> Mark | None:
         """A mark behind all that was launched; None, and one line, if the device gives none."""
+        if self._closed:  # the page is not the device's to write any more
+            return None
         try:
             return self._marks.signal()
         except Exception as error:  # a device in trouble: the engine will hear of it by itself

@@ -2,7 +2,8 @@
 
 A process that was stopped for a minute, or got no processor for one, finds a minute gone. Held against others it
 would be wrong: their acknowledgements and last words have come meanwhile and wait in its sockets. So the time in
-which a loop neither worked nor slept as it meant to does not count; all deadlines that it keeps wait as long.
+which a loop neither worked nor slept as it meant to does not count, but for its first moment: all deadlines that it
+keeps wait.
 
     look ── work ── look ── sleep, planned ── look ── work ─ ─ ─ stopped ─ ─ ─ look
          counted          counted, if not far over          not counted
@@ -30,5 +31,5 @@ class AwakeClock:
         over_ns = now_ns - self._last_ns - slept_ns
         self._last_ns = now_ns
         if over_ns > STALL_NS:
-            self.stood_ns += over_ns
+            self.stood_ns += over_ns - STALL_NS  # never all of it: time moves, however slow all turns are
         return now_ns - self.stood_ns

@@ -8,6 +8,7 @@ Imports the exporter of the device at hand, and torch through it; vLLM not at al
 and one line: the engine serves without, and nothing is ever offered.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ def lend_memory(
     """The rank's client; None, with one line, if this memory cannot be lent."""
     device = next(iter(kv_caches.values())).device.type
     group = kv_cache_config.kv_cache_groups[0]
+    fds: tuple[int, ...] = ()
     try:
         export = _exporter(device)
         memory = export(
@@ -42,6 +44,7 @@ def lend_memory(
             block_bytes=stated_bytes(kv_caches, group),
             probe_with=_of_the_layers(kv_caches, vllm_config),
         )
+        fds = memory.fds
         return RankClient(
             engine_id,
             rank,
@@ -52,6 +55,8 @@ def lend_memory(
             on_note=note,
         )
     except KvferryError as error:
+        for fd in fds:  # nobody owns them
+            os.close(fd)
         note(f"caching is off: {error}")
         return None
 

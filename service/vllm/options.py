@@ -93,6 +93,10 @@ def why_off(vllm_config: Any, kv_cache_config: Any) -> str | None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             return f"{name} is {getattr(parallel, name)}; only 1 is served yet"
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) and getattr(vllm_config, "use_v2_model_runner", False):
+        # It launches the zeroing of a step's new blocks before any hook of ours: a store that still reads one of
+        # them could not be revoked in time, and would be kept with zeros in it.
+        return "this vLLM zeroes new blocks before connectors hear of them; start it with VLLM_USE_V2_MODEL_RUNNER=0"
     if getattr(vllm_config.model_config, "enable_sleep_mode", False) and device_of(vllm_config) != "cpu":
         return "sleep mode unmaps the KV cache, which no connector is told of; start the engine without it"
     return None

@@ -25,6 +25,8 @@ IDLE_WAIT_S: Final = 0.005
 # The same while the sidecar's answer to a lookup, or another rank's load, is all there is to wait for: a rank
 # cannot see it come. One rank that spins is enough to starve the copy that the other one waits for.
 IDLE_SLEEP_S: Final = 0.002
+# A row of idle steps ends with a pause between two of them: the engine had nothing to do at all.
+QUIET_NS: Final = 100_000_000
 # What takes long is slept through in longer pieces, an eighth of the time waited so far, up to this.
 IDLE_MOST_S: Final = 0.020
 
@@ -63,6 +65,7 @@ class RankHalf:
         self._broken_ns: int | None = None
         self._is_idle_step = self._is_waiting_step = self._was_holding = False
         self._idle_since_ns: int | None = None  # start of the present row of idle steps
+        self._stepped_ns = 0  # the last step
 
     @property
     def is_idle(self) -> bool:
@@ -83,8 +86,9 @@ class RankHalf:
         now = self._now_ns()
         if not work.is_idle:
             self._idle_since_ns = None
-        elif self._idle_since_ns is None:
+        elif self._idle_since_ns is None or now > self._stepped_ns + QUIET_NS:
             self._idle_since_ns = now
+        self._stepped_ns = now
         for ticket, blocks in (*work.directive.loads, *work.directive.failed_loads):
             self._loading[ticket] = _Loading(work.names[ticket], blocks, now)
         if not work.directive:

@@ -377,7 +377,7 @@ class SchedulerHalf:
             return
         ticket = self._store(live, full, block_ids)
         if ticket:
-            pins = self._sensor.pin(block_ids[first:full])
+            pins = self._sensor.pin(block_ids[first : live.next_store])
             self._pins[ticket] = _Pin(pins, self._now_ns() + PIN_NS)
 
     def _take_ends(self) -> None:

@@ -487,6 +487,22 @@ def test_the_longer_it_takes_the_longer_a_rank_sleeps_and_never_longer_than_a_fr
     assert waits[-1] == IDLE_WAIT_S, "a step that computes begins a new row"
 
 
+def test_a_quiet_time_between_two_idle_steps_is_no_waiting() -> None:
+    """The first step after minutes without a request would sleep its longest otherwise."""
+    client = Ranks()
+    waits: list[float] = []
+    client.wait = waits.append  # type: ignore[method-assign]
+    now = [0]
+    half = RankHalf(client, lambda: now[0])
+    half.begin_loads(work((1, "a", (5,))))
+    half.begin_loads(StepWork(Directive(2), is_idle=True))
+    half.finished()
+    now[0] += 600 * 10**9
+    half.begin_loads(StepWork(Directive(3), is_idle=True))
+    half.finished()
+    assert waits == [IDLE_WAIT_S, IDLE_WAIT_S]
+
+
 def test_a_step_says_whether_it_is_idle_and_whether_it_waits_for_an_answer() -> None:
     lab, request = Lab(), Asked("a", 9)
     lab.half.arrived(request)

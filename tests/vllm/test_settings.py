@@ -70,6 +70,11 @@ def test_one_full_attention_group_is_served_and_anything_else_says_why_not() -> 
     assert "decode_context_parallel_size" in str(
         why_off(engine(parallel_config__decode_context_parallel_size=2)[0], cache)
     )
+    cache.needs_kv_cache_zeroing = True  # of several precisions, for one
+    assert why_off(config, cache) is None  # runner V1 tells connectors first
+    config.use_v2_model_runner = True
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in str(why_off(config, cache))
+    cache.needs_kv_cache_zeroing = False
     sleepy = engine(model_config__enable_sleep_mode=True)[0]
     assert why_off(sleepy, cache) is None  # the CPU server ignores sleep
     sleepy.device_config.device_type = "cuda"
