@@ -5,6 +5,7 @@
 Workers are told UUIDs, whatever was named here. Asked in a process of its own: see there.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from kvferry.proto.errors import ConfigError
 from kvferry.settings import Settings
 
 CHECK_S: Final = 60.0  # the first start of a driver takes seconds; without its daemon, on a large machine, tens
+KILLED_S: Final = 2.0  # until a killed child is gone, if it goes at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +34,37 @@ def find(settings: Settings) -> tuple[RankGpu, ...]:
         return ()
     names = [settings.gpu_of(rank) for rank in range(settings.tp_size)]
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvferry.gpu_worker.check", *names],
-            capture_output=True,
-            text=True,
-            timeout=CHECK_S,
-            check=False,
-        )
+        code, said, complaints = _run([sys.executable, "-m", "kvferry.gpu_worker.check", *names])
     except subprocess.TimeoutExpired:
         raise ConfigError(
             "device.hangs", f"the CUDA driver gave no answer within {CHECK_S:g} s", "see whether `nvidia-smi` does"
         ) from None
     try:
-        answer = json.loads(done.stdout)
+        answer = json.loads(said)
     except ValueError:
-        last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+        last = (complaints.strip() or "it said nothing").splitlines()[-1]
         raise ConfigError(
-            "device.check", f"asking for the GPUs ended with code {done.returncode}: {last}", "see `nvidia-smi`"
+            "device.check", f"asking for the GPUs ended with code {code}: {last}", "see `nvidia-smi`"
         ) from None
     if "code" in answer:
         raise ConfigError(answer["code"], answer["text"], answer["fix"])
     return tuple(RankGpu(gpu["uuid"], gpu["name"], gpu["numa_node"]) for gpu in answer["gpus"])
+
+
+def _run(command: list[str]) -> tuple[int, str, str]:
+    """Exit code and output of a child that may hang in the driver; TimeoutExpired after CHECK_S.
+
+    What hangs there in a system call does not even die when it is killed: it is left behind, not waited for.
+    """
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        said, complaints = child.communicate(timeout=CHECK_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        for pipe in (child.stdout, child.stderr):
+            if pipe is not None:
+                pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(KILLED_S)
+        raise
+    return child.returncode, said, complaints

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from kvferry.gpu_worker import pool
@@ -54,7 +55,7 @@ from kvferry.supervise.children import Process
 from kvferry.supervise.core import Supervisor
 from kvferry.supervise.progress import Progress
 from kvferry.supervise.rundir import SERVING
-from kvferry.supervise.state import LOOKS, Phase, Rules
+from kvferry.supervise.state import ALIVE, LOOKS, Phase, Rules
 from kvferry.units import format_bytes
 
 log = logging.getLogger("kvferry.up")
@@ -123,6 +124,8 @@ class Sidecar:
         self._make_pool = make_pool
         looks_serving = LOOKS + math.ceil(settings.kill_grace)
         rules = Rules(settings.tp_size, restarts=settings.restarts, looks_serving=looks_serving)
+        if settings.device == "cuda":  # opening a GPU takes as long as others pin memory: longer than `gpus.CHECK_S`
+            rules = replace(rules, looks_starting=3 * int(gpus.CHECK_S))
         self._core = Supervisor(rules, new_id=_random_id)
         self._processes: dict[int, Process] = {}
         self._listeners: list[socket.socket] = []
@@ -288,9 +291,9 @@ class Sidecar:
                 if child in self._processes:
                     self._do(Seen(child, vitals.look(self._processes[child].pid)))
             case Terminate(child):
-                self._processes[child].signal(signal.SIGTERM)
+                self._signal(child, signal.SIGTERM)
             case Kill(child):
-                self._processes[child].signal(signal.SIGKILL)
+                self._signal(child, signal.SIGKILL)
             case TellReady(again):
                 self._tell_ready(again)
             case Note(text):
@@ -298,7 +301,15 @@ class Sidecar:
             case Finish():
                 self._finish = action
 
+    def _signal(self, child: int, number: signal.Signals) -> None:
+        """To a child that was started: one before it in the same breath may have ended all."""
+        if child in self._processes:
+            self._processes[child].signal(number)
+
     def _spawn(self, child: int, module: str, arguments: list[str], fds: tuple[int, ...]) -> None:
+        if self._core.phase not in ALIVE:  # one before it in the same breath could not be started
+            self._do(Exited(child, os.EX_OSERR))
+            return
         try:
             process = Process(module, arguments, fds, {LEVEL_ENV: self._settings.log_level})
         except OSError as error:  # no memory, no process or no descriptor left: it counts as a death
