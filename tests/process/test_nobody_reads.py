@@ -76,7 +76,9 @@ def test_a_sidecar_that_nobody_reads_still_replaces_its_daemon_and_ends_with_0(
 def test_a_living_sidecar_whose_run_dir_was_emptied_is_left_alone_by_up_and_down() -> None:
     sidecar = Sidecar(tp_size=1)
     try:
-        files = sorted(path.name for path in RunDir.at(sidecar.run_dir).table.parent.glob("kvferry-*-*"))
+        table = RunDir.at(sidecar.run_dir).table
+        ours = f"{table.name.removesuffix('table')}*"  # others run beside us
+        files = sorted(path.name for path in table.parent.glob(ours))
         children = sidecar.children()
         shutil.rmtree(sidecar.run_dir)
         for command in (["up", "--host-memory", "64MiB"], ["down"]):
@@ -85,7 +87,7 @@ def test_a_living_sidecar_whose_run_dir_was_emptied_is_left_alone_by_up_and_down
             assert done.returncode == 2
             assert f"run_dir.locked: kvferry up (pid {sidecar.pid}) still serves {sidecar.run_dir}" in done.stderr
         assert alive(sidecar.pid) and sidecar.children() == children
-        assert set(files) <= {path.name for path in RunDir.at(sidecar.run_dir).table.parent.glob("kvferry-*-*")}
+        assert files and set(files) <= {path.name for path in table.parent.glob(ours)}
         assert sidecar.stop(signal.SIGUSR1) == 0
         assert sidecar.leftovers() == []
     finally:
