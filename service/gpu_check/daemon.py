@@ -18,7 +18,7 @@ import zmq
 from kvferry.net.paths import RunDir
 from kvferry.proto.codec import pack, unpack
 from kvferry.proto.columns import pack_u8, pack_u32, pack_u64, u8, u64
-from kvferry.proto.control import Attach, Attached, Goodbye, Hello, RankGone, Welcome
+from kvferry.proto.control import Attach, Attached, Hello, Welcome
 from kvferry.proto.errors import LostError
 from kvferry.proto.hot import Done, Plan
 from kvferry.proto.ids import BootId, LinkId, make_job_id
@@ -50,27 +50,12 @@ class PlayedDaemon:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._outcomes: dict[int, Outcome] = {}  # by ticket
         self._seated: list[int] = []  # links of workers that serve, the latest last
-        self._gone: set[int] = set()
         self._is_over = False
         self._error = ""
         self._thread = threading.Thread(target=self._run, name="daemon", daemon=True)
         self._thread.start()
 
     # ---- the runner's thread ---------------------------------------------------------------------
-
-    @property
-    def num_seated(self) -> int:
-        """Workers that were ever seated."""
-        with self._changed:
-            return len(self._seated)
-
-    def await_seated(self, count: int, timeout_s: float) -> None:
-        """Wait until so many workers were ever seated. LostError."""
-        self._await(lambda: len(self._seated) >= count, timeout_s, "a worker asked for no seat")
-
-    def await_gone(self, timeout_s: float) -> None:
-        """Wait until the latest worker has said that its rank is gone. LostError."""
-        self._await(lambda: self._seated[-1] in self._gone, timeout_s, "the worker did not say that its rank is gone")
 
     def plan(
         self, ticket: int, kind: Kind, blocks: Sequence[int], slots: Sequence[int], generations: Sequence[int]
@@ -176,8 +161,6 @@ class PlayedDaemon:
                 case Done():
                     rows = zip(u64(message.jobs).tolist(), u8(message.outcomes).tolist(), strict=True)
                     self._outcomes |= {job & ((1 << 40) - 1): Outcome(outcome) for job, outcome in rows}
-                case RankGone() | Goodbye():
-                    self._gone.add(link)
                 case _:
-                    pass  # Drained: nothing is kept over boots here
+                    pass  # drained: nothing is kept over boots here; gone: the runner sees its process end
             self._changed.notify_all()
