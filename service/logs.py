@@ -1,7 +1,9 @@
 """One log format for all processes of kvferry, on stderr. Only shells log; cores return notes.
 
-Who reads what we say may end, and a disk with our log may fill up. Neither may end a process of ours or change its
-exit code: what cannot be said is dropped, and the next line is tried again.
+Who reads what we say may end, or live and read no more, and a disk with our log may fill up. None of that may end a
+process of ours, hold it or change its exit code: what cannot be said is dropped, and the next line is tried again. The
+long-running processes count what was dropped and say so (`outlet.py`). A short command waits for its reader: `kvferry
+status | less` loses nothing.
 """
 
 import contextlib
@@ -9,6 +11,8 @@ import logging
 import os
 import sys
 from typing import TextIO
+
+from kvferry import outlet
 
 LEVEL_ENV = "KVFERRY_LOG_LEVEL"  # the supervisor hands its level to its children this way
 
@@ -21,8 +25,17 @@ class Handler(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
+def wait_for_no_reader() -> None:
+    """From now on what this process says on stdout and stderr is dropped where nobody takes it, in place of waiting."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):  # a test's own is left to the test
+            setattr(sys, name, outlet.over(stream.fileno()))
+
+
 def set_up(level: str | None = None) -> None:
     """Log to stderr at `level`, else at $KVFERRY_LOG_LEVEL, else info. The logger's name names the process."""
+    wait_for_no_reader()
     handler = Handler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s[%(process)d] %(message)s"))
     root = logging.getLogger("kvferry")

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped."""
+    logs.wait_for_no_reader()
     settings = settings_of(arguments)
     logs.set_up(settings.log_level)
     for name in unknown_environment(os.environ):

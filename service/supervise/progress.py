@@ -12,14 +12,15 @@ from kvferry.units import format_bytes
 class Progress:
     """Bytes of one long deed, of `total`."""
 
-    def __init__(self, title: str, total: int, stream: TextIO = sys.stderr) -> None:
+    def __init__(self, title: str, total: int, stream: TextIO | None = None) -> None:
+        stream = stream or sys.stderr
         self._title = title
         self._total = total
         self._done = 0
         self._tenths = 0
         self._stream = stream
         self._bar: Any = None
-        if stream.isatty():
+        if stream is not None and stream.isatty():
             try:
                 tqdm = importlib.import_module("tqdm")
             except ImportError:

@@ -15,6 +15,7 @@ from kvferry.net.paths import RunDir
 from kvferry.proto.errors import LostError
 from kvferry.supervise.rundir import SERVING, read_lock
 from tests.process.sidecar import KVFERRY, Sidecar, alive, environment, kvferry, until
+from tests.service.unread import drain, fill, full_pipe, paused_terminal
 
 pytestmark = pytest.mark.process
 
@@ -41,6 +42,26 @@ def onto_a_full_disk(command: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
         yield process
 
 
+@contextmanager
+def into_a_pipe_that_is_full(command: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """Its reader lives and reads nothing, from the first line on: a log shipper that hangs."""
+    with (
+        full_pipe() as (writing, _),
+        subprocess.Popen(command, stdout=writing, stderr=writing, env=environment()) as process,
+    ):
+        yield process
+
+
+@contextmanager
+def onto_a_paused_terminal(command: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """Ctrl-S."""
+    with (
+        paused_terminal() as (writing, _),
+        subprocess.Popen(command, stdout=writing, stderr=writing, env=environment()) as process,
+    ):
+        yield process
+
+
 def served_by(run_dir: RunDir) -> int:
     """Pid of the daemon that answers; 0 if none does."""
     if (read_lock(run_dir) or (0, ""))[1] != SERVING:
@@ -51,7 +72,10 @@ def served_by(run_dir: RunDir) -> int:
         return 0
 
 
-@pytest.mark.parametrize("start", [into_a_closed_pipe, onto_a_full_disk])
+STARTS = [into_a_closed_pipe, onto_a_full_disk, into_a_pipe_that_is_full, onto_a_paused_terminal]
+
+
+@pytest.mark.parametrize("start", STARTS)
 def test_a_sidecar_that_nobody_reads_still_replaces_its_daemon_and_ends_with_0(
     tmp_path: Path, start: Callable[[list[str]], Iterator["subprocess.Popen[bytes]"]]
 ) -> None:
@@ -71,6 +95,36 @@ def test_a_sidecar_that_nobody_reads_still_replaces_its_daemon_and_ends_with_0(
             shutil.rmtree(run_dir.path, ignore_errors=True)
             for path in run_dir.table.parent.glob(f"kvferry-{run_dir.instance}*"):
                 path.unlink()
+
+
+def test_a_log_that_is_read_again_says_how_much_of_it_is_missing_and_goes_on() -> None:
+    """No process waits for the reader, and none holds on to what it had no room for."""
+    run_dir = RunDir.at(Path("/tmp") / f"kvf-{os.getpid()}-late-reader")
+    reading, writing = os.pipe()
+    command = [*KVFERRY, "up", "--run-dir", str(run_dir.path), "--host-memory", "8MiB"]
+    with subprocess.Popen(command, stdout=writing, stderr=writing, env=environment()) as process:
+        try:
+            first = until(lambda: served_by(run_dir), 30, "ready")
+            fill(writing)
+            os.kill(first, signal.SIGKILL)
+            second = until(lambda: (found := served_by(run_dir)) != first and found, 30, "another daemon")
+            unread = drain(reading)
+            assert b"kvferry ready" in unread and b"daemon ended by signal 9" not in unread
+            os.kill(second, signal.SIGKILL)
+            until(lambda: served_by(run_dir) not in (0, first, second), 30, "a third daemon")
+            said = drain(reading).decode().lstrip("x")
+            print(said)
+            assert f"kvferry[{process.pid}]: " in said and "dropped here, which nobody took\n" in said
+            assert "daemon ended by signal 9" in said
+            assert kvferry("down", "--run-dir", run_dir.path).returncode == 0
+            assert process.wait(15) == 0
+        finally:
+            process.kill()
+            shutil.rmtree(run_dir.path, ignore_errors=True)
+            for path in run_dir.table.parent.glob(f"kvferry-{run_dir.instance}*"):
+                path.unlink()
+            os.close(reading)
+            os.close(writing)
 
 
 def test_a_living_sidecar_whose_run_dir_was_emptied_is_left_alone_by_up_and_down() -> None:

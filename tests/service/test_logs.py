@@ -4,6 +4,8 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -11,18 +13,7 @@ import pytest
 from kvferry import logs
 from kvferry.supervise.progress import Progress
 from tests.process.sidecar import environment
-
-
-def closed_pipe() -> int:
-    """The writing end of a pipe that nobody reads any more."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    return writing
-
-
-def full_disk() -> int:
-    return os.open("/dev/full", os.O_WRONLY)
-
+from tests.service.unread import Place, closed_pipe, full_disk, full_pipe, full_socket, paused_terminal
 
 SPEAKS = """
 import logging, sys
@@ -34,18 +25,25 @@ logs.say("kvferry ready")
 logs.say("why", sys.stderr)
 Progress("the pool", 8).reach(8)
 logs.say("again")
+print("by somebody else, and without an end", end="")
+print("the same", end="", file=sys.stderr)
 logs.let_go()
-sys.exit(7)
+END
 """
+EXITS = "sys.exit(7)"
+RAISES = "raise ValueError('a bug')"
 
 
-@pytest.mark.parametrize("lost", [closed_pipe, full_disk])
-def test_what_nobody_can_read_changes_no_exit_code(lost: object) -> None:
-    assert callable(lost)
-    fd = lost()
-    done = subprocess.run([sys.executable, "-c", SPEAKS], stdout=fd, stderr=fd, env=environment(), check=False)
-    os.close(fd)
-    assert done.returncode == 7
+@pytest.mark.parametrize(("end", "code"), [(EXITS, 7), (RAISES, 1)], ids=["exits", "raises"])
+@pytest.mark.parametrize("place", [closed_pipe, full_disk, full_pipe, full_socket, paused_terminal])
+def test_what_nobody_reads_holds_no_process_and_changes_no_exit_code(
+    place: Callable[[], AbstractContextManager[Place]], end: str, code: int
+) -> None:
+    """Neither in a log call, nor in a traceback, nor in the interpreter's own last flush."""
+    with place() as (fd, _):
+        command = [sys.executable, "-c", SPEAKS.replace("END", end)]
+        done = subprocess.run(command, stdout=fd, stderr=fd, env=environment(), timeout=60, check=False)
+    assert done.returncode == code
 
 
 def test_a_line_that_could_not_be_written_does_not_keep_the_next_ones_back(tmp_path: Path) -> None:
@@ -53,9 +51,8 @@ def test_a_line_that_could_not_be_written_does_not_keep_the_next_ones_back(tmp_p
     path = tmp_path / "log"
     with path.open("w") as file:
         room = os.dup(file.fileno())
-        full = full_disk()
-        os.dup2(full, file.fileno())
-        os.close(full)
+        with full_disk() as (full, _):
+            os.dup2(full, file.fileno())
         logs.say("lost or late", file)
         os.dup2(room, file.fileno())
         os.close(room)
@@ -84,12 +81,11 @@ def test_a_mistake_in_a_log_call_is_still_told(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("flags", [["version"], ["--help"], ["status", "--run-dir", "/nowhere"]])
 def test_a_command_whose_output_goes_nowhere_ends_without_a_traceback(flags: list[str]) -> None:
-    full = full_disk()
     command = [sys.executable, "-m", "kvferry.cli.main", *flags]
-    done = subprocess.run(
-        command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), timeout=60, check=False
-    )
-    os.close(full)
+    with full_disk() as (full, _):
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), timeout=60, check=False
+        )
     print(done.stderr)
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
     assert done.returncode in (0, 1)
