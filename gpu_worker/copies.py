@@ -25,7 +25,7 @@ class Copies:
         self._waiting: dict[Kind, deque[tuple[int, CopyPlan]]] = {kind: deque() for kind in Kind}
         self._num_left: dict[int, int] = {}  # token -> plans not over
         self._failed: set[int] = set()
-        self._ended: list[int] = []  # tokens over without any plan at the device
+        self._ended: list[int] = []  # tokens over that nobody has been told of
 
     def submit(self, batch: SubmitCopy) -> None:
         """Plan a batch and give the device what it has room for. DeviceLost passes through."""
@@ -33,7 +33,7 @@ class Copies:
             plans = self._planners[batch.group].plan(batch.blocks, batch.slots, batch.kind)
         except PlanError as error:
             # The core has checked all of this: a bug of ours, told as a failed copy that touched nothing.
-            log.error("%s", error)
+            log.error("a batch cannot be planned: %s", error)
             self._failed.add(batch.token)
             plans = []
         self._num_left[batch.token] = len(plans)
@@ -42,17 +42,19 @@ class Copies:
         self._waiting[batch.kind].extend((batch.token, plan) for plan in plans)
         self._pump()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether a batch is over that the device never had: its descriptor does not tell of it, `ended` does."""
+        return bool(self._ended)
+
     def ended(self) -> list[Copied]:
         """Batches that are over since the last call; the device is given what waited."""
-        tokens, self._ended = self._ended, []
         for done in self._device.completions():
             if not done.ok:
                 log.error("copy failed: %s", done.error)
-                self._failed.add(done.token)
-            self._num_left[done.token] -= 1
-            if not self._num_left[done.token]:
-                tokens.append(done.token)
+            self._over(done.token, ok=done.ok)
         self._pump()
+        tokens, self._ended = self._ended, []
         copied = [Copied(token, token not in self._failed) for token in tokens]
         for token in tokens:
             del self._num_left[token]
@@ -67,8 +69,13 @@ class Copies:
                 try:
                     self._device.submit(kind, plan, token)
                 except PlanError as error:
-                    log.error("%s", error)
-                    self._failed.add(token)
-                    self._num_left[token] -= 1
-                    if not self._num_left[token]:
-                        self._ended.append(token)
+                    log.error("the device refuses a plan: %s", error)
+                    self._over(token, ok=False)
+
+    def _over(self, token: int, *, ok: bool) -> None:
+        """One plan of a batch is over."""
+        if not ok:
+            self._failed.add(token)
+        self._num_left[token] -= 1
+        if not self._num_left[token]:
+            self._ended.append(token)

@@ -275,10 +275,12 @@ class Service:
         due_ns = self._core.next_due_ns(time.monotonic_ns())
         dues = [None if due_ns is None else due_ns / 1e9, self._daemon_due_s(), self._ends_at]
         timeouts = [max(due - now, 0) for due in dues if due is not None]
-        if self._daemon.has_news() or self._is_over():
+        if self._daemon.has_news() or self._copies.has_ended or self._is_over():
             timeouts.append(0)
         writes = [self._tether] if self._tether.wants_to_write else []
         watched = [*self._watched, *self._daemon.filenos]
         ready, _, _ = select.select(watched, writes, [], min(timeouts) if timeouts else None)
         takes = [self._watched.get(fd, self._hear_daemon) for fd in ready]
+        if self._copies.has_ended:
+            takes.append(self._take_copies)
         return list(dict.fromkeys(takes))
