@@ -31,6 +31,7 @@ from kvferry.proto.tether import Begin, CancelTickets
 
 STORE, LOAD = Kind.STORE, Kind.LOAD
 BLOCK_BYTES = 1 << 20
+SECOND = 1_000_000_000
 
 
 class Headers:
@@ -227,3 +228,37 @@ class Bench:
     def pass_time(self, nanoseconds: int = 0) -> list[Action]:
         self.now_ns += nanoseconds
         return self.step(TimePassed())
+
+
+# ---- ticket 1 in each state in which it can wait, and copying ------------------------------------
+
+
+def planned(bench: Bench) -> None:
+    bench.plan(1, LOAD, [4, 5])
+
+
+def begun(bench: Bench) -> None:
+    bench.begin(1)
+
+
+def paired(bench: Bench) -> None:
+    bench.plan(1, LOAD, [4, 5])
+    bench.begin(1, mark=bench.engine.mark() + 1)
+
+
+def ready(bench: Bench) -> None:
+    """Behind two stores' worth of other loads, so that no room is left for it."""
+    bench.headers.hold(range(10, 20), 1)
+    bench.plan(101, LOAD, [10])
+    bench.plan(102, LOAD, [11])
+    bench.begin(101, 102)
+    bench.plan(1, LOAD, [4, 5], planned_to=102)
+    bench.begin(1)
+
+
+def copying(bench: Bench) -> None:
+    bench.plan(1, LOAD, [4, 5])
+    bench.begin(1)
+
+
+WAITING = [planned, begun, paired, ready]

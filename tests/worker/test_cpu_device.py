@@ -9,14 +9,7 @@ from kvferry.gpu_worker.devices import open_device
 from kvferry.gpu_worker.devices.cpu import CpuDevice, Knobs
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.outcome import Kind
-from tests.contracts.conftest import CpuLab, address, plan_of
-
-
-@pytest.fixture
-def lab():
-    made = CpuLab()
-    yield made
-    made.close()
+from tests.contracts.conftest import address, plan_of
 
 
 def test_a_load_overtakes_the_stores_that_wait_for_a_thread(lab):

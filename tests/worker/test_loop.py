@@ -41,9 +41,9 @@ class Stand:
         layout = RECORDED[0]
         group = layout.group()
         self.engine = lab.engine(layout.nbytes)
-        mapping = lab.device.attach(self.engine.handle, self.engine.fd)
+        self.mapping = lab.device.attach(self.engine.handle, self.engine.fd)
         pool = lab.host(NUM_SLOTS * group.slot_bytes)
-        self.planner = Planner(group, [mapping.base], address(pool), group.slot_bytes, NUM_SLOTS)
+        self.planner = Planner(group, [self.mapping.base], address(pool), group.slot_bytes, NUM_SLOTS)
         page = memoryview(bytearray(PAGE_BYTES))
         self.page = PageWriter(page)
         self.headers = Headers(NUM_SLOTS)
@@ -99,13 +99,6 @@ class Stand:
                     )
                 )
         return rows
-
-
-@pytest.fixture
-def lab():
-    made = CpuLab()
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -173,6 +166,25 @@ def test_a_mark_that_moves_without_any_message_is_seen(stand):
     stand.rank.shutdown(socket.SHUT_WR)
     service.join(10)
     assert not service.is_alive()
+
+
+def test_a_copy_that_the_device_refuses_ends_at_once_though_nothing_else_wakes_the_worker(stand, caplog):
+    """Not by its job's deadline: no descriptor tells of what the device never had."""
+    stand.lab.device.detach(stand.mapping)
+    stand.headers.hold([2, 3], 1)
+    stand.plan(1, Kind.LOAD, [2, 3])
+    stand.begin(1)
+    service = threading.Thread(target=stand.service.run)
+    service.start()
+    stand.rank.settimeout(10)
+    (size,) = np.frombuffer(stand.rank.recv(4), dtype="<u4")
+    word = unpack(stand.rank.recv(int(size)))
+    assert u8(word.outcomes).tolist() == [Outcome.COPY_FAILED] and u32(word.failed_blocks).tolist() == [2, 3]
+    assert "plan.address" in caplog.text
+    stand.rank.shutdown(socket.SHUT_WR)
+    service.join(10)
+    assert not service.is_alive()
+    assert stand.peer.dones() == [(101, Outcome.COPY_FAILED)]
 
 
 def test_a_bug_in_a_plan_is_a_failed_batch_and_touches_nothing(stand):

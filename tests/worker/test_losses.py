@@ -5,13 +5,7 @@ import pytest
 from kvferry.gpu_worker.api import DaemonFound, DaemonLost, RankLost
 from kvferry.proto.ids import make_job_id
 from kvferry.proto.outcome import Outcome
-from tests.worker.fakes import BLOCK_BYTES, LOAD, STORE, Bench
-from tests.worker.test_core import SECOND, WAITING, begun
-
-
-@pytest.fixture
-def bench() -> Bench:
-    return Bench()
+from tests.worker.fakes import BLOCK_BYTES, LOAD, SECOND, STORE, WAITING, Bench, begun
 
 
 @pytest.mark.parametrize("state", WAITING)

@@ -17,17 +17,10 @@ from kvferry.proto.control import Attach, Attached, Refused
 from kvferry.proto.hot import Cancel, Done
 from kvferry.proto.outcome import Kind, Outcome
 from kvferry.proto.tether import Begin, Detach, Words
-from tests.worker.sidecar import FakeRank, RankGone, Sidecar
+from tests.worker.sidecar import FakeRank, RankGone
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def sidecar(tmp_path):
-    made = Sidecar(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.fixture

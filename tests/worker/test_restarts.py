@@ -21,13 +21,6 @@ pytestmark = pytest.mark.process
 
 
 @pytest.fixture
-def sidecar(tmp_path):
-    made = Sidecar(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def rank(sidecar):
     """A rank that the sidecar's worker serves; slot 5 holds what its block 3 held."""
     sidecar.make_spare()

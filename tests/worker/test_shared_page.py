@@ -9,17 +9,10 @@ from kvferry.proto.columns import pack_u64
 from kvferry.proto.hot import Done
 from kvferry.proto.outcome import Kind, Outcome
 from kvferry.proto.tether import Begin, RankRegistered
-from tests.worker.sidecar import FakeRank, Sidecar
+from tests.worker.sidecar import FakeRank
 from tests.worker.test_process import transfer
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture
-def sidecar(tmp_path):
-    made = Sidecar(tmp_path)
-    yield made
-    made.close()
 
 
 def test_a_rank_may_close_its_descriptors_as_soon_as_they_are_sent(sidecar):
