@@ -2,6 +2,7 @@
 
     pin(pool)    chunk 0 ✓  chunk 1 ✓  chunk 2 ✗        one call of at most 1 GiB each
                  chunk 1 ↩  chunk 0 ↩  CapacityError     rolled back: nothing stays pinned
+    only wanted  chunk 0 ·  chunk 1 ·  chunk 2 ·         used as it is, and cut in the same places
 
 In chunks because one call holds locks of the driver that every GPU process of the machine waits for (a call of
 700 GB held them for twelve minutes), and because drivers refuse calls of 512 GiB. Of one size and not of whole
@@ -57,9 +58,8 @@ class Pins:
     def _pin(self, base: int, nbytes: int, between: Callable[[], None]) -> list[Stretch]:
         chunks: list[Stretch] = []
         began = said = time.monotonic()
-        sizes = [min(self.chunk_bytes, nbytes - at) for at in range(0, nbytes, self.chunk_bytes)]
-        for number, size in enumerate(sizes):
-            start = base + number * self.chunk_bytes
+        wanted = self._cut(base, nbytes)
+        for number, (start, size, _) in enumerate(wanted):
             try:
                 self.driver.host_register(start, size)
                 chunks.append(Stretch(start, size))
@@ -67,10 +67,10 @@ class Pins:
                     chunks[-1] = Stretch(start, size, self.driver.host_device_pointer(start) - start)
             except CudaError as error:
                 self._release(chunks)
-                raise _refused(error, nbytes, number, len(sizes), size) from None
+                raise _refused(error, nbytes, number, len(wanted), size) from None
             if time.monotonic() - said >= SLOW_S:
                 said = time.monotonic()
-                log.info("pinning the pool: %d of %d chunks in %.1f s", number + 1, len(sizes), said - began)
+                log.info("pinning the pool: %d of %d chunks in %.1f s", number + 1, len(wanted), said - began)
             try:
                 between()
             except BaseException:
@@ -99,12 +99,20 @@ class Pins:
         return sum(map(len, self._chunks.values()))
 
     def stretches(self) -> list[Stretch]:
-        """The chunks: a copy may not leave its own. Memory that is not pinned is one."""
+        """The chunks: a copy may not leave its own.
+
+        Nor where nothing is pinned: a chunk that could not be rolled back still is, and the driver refuses a copy
+        over its edge.
+        """
         return [
             chunk
             for region, chunks in self._chunks.items()
-            for chunk in chunks or [Stretch(region.base, region.nbytes)]
+            for chunk in chunks or self._cut(region.base, region.nbytes)
         ]
+
+    def _cut(self, base: int, nbytes: int) -> list[Stretch]:
+        step = self.chunk_bytes
+        return [Stretch(base + at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
 
     def _release(self, chunks: list[Stretch]) -> None:
         for chunk in reversed(chunks):

@@ -176,6 +176,26 @@ def test_unpinned_memory_is_stored_to_and_loaded_from_where_pinning_is_only_want
     assert np.array_equal(bench.engine.view, due)
 
 
+@pytest.mark.parametrize("stuck", range(3))
+def test_a_chunk_that_stays_pinned_where_the_others_are_not_is_an_edge_that_no_copy_spans(
+    stub: Stub, make: Callable[..., Bench], stuck: int
+) -> None:
+    """The driver refuses a chunk, and does not take back one of those before it: copies are right all the same."""
+    control = ("pageable 1", "cuMemHostRegister_v2 fail 2 after 3", f"cuMemHostUnregister fail 1 after {stuck} times 1")
+    stub.control(*control)
+    bench = make(must_pin=False, chunk_bytes=12 * PAGE_BYTES)
+    assert stub.leaks().count("pin") == 2, "the driver's own memory for reads, and the chunk that stayed"
+    due = bench.engine.view.copy()
+    for kind in (STORE, LOAD):
+        bench.device.submit(kind, bench.plan(kind, *range(BLOCKS)), 1)
+        assert bench.wait()[0].ok
+        bench.engine.view[:] = 0 if kind is STORE else bench.engine.view
+    assert np.array_equal(bench.engine.view, due)
+    bench.device.close()
+    stub.control()
+    stub.end_process()
+
+
 def test_more_pieces_than_one_call_takes_go_in_two_and_end_as_one(make: Callable[..., Bench]) -> None:
     """4096 descriptors that a chunk's end cuts are 4097."""
     bench = make(chunk_bytes=3 * PAGE_BYTES)

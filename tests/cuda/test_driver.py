@@ -214,25 +214,18 @@ def test_a_gpu_is_known_by_its_uuid_however_it_is_written(stub: Stub) -> None:
     assert not same_gpu(UUIDS[0], UUIDS[1]) and not same_gpu(UUIDS[0], "")
 
 
-def test_a_bool_of_one_byte_is_read_as_it_is(stub: Stub) -> None:
+def test_a_bool_of_one_byte_is_read_as_it_is(driver: Driver) -> None:
     """The driver writes as many bytes as the attribute has, into eight that were zero."""
-    driver = Driver.load(stub.path)
-    context = driver.retain_context(0)
-    driver.use(context)
     address = driver.allocate(4096)
     assert driver.pointer_attribute(PointerAttribute.IS_LEGACY_CUDA_IPC_CAPABLE, address + 100) == 1
     assert driver.pointer_attribute(PointerAttribute.ALLOWED_HANDLE_TYPES, address) == 0
     assert driver.address_range(address + 100) == (address, 4096)
     driver.free(address)
-    driver.use(0)
-    driver.release_context(0)
 
 
-def test_who_waits_in_the_driver_leaves_the_interpreter_to_others(stub: Stub) -> None:
+def test_who_waits_in_the_driver_leaves_the_interpreter_to_others(stub: Stub, driver: Driver) -> None:
     """A waiter sleeps 0.3 s in cuEventSynchronize; the loop counts on meanwhile."""
-    driver = Driver.load(stub.path)
-    context = driver.retain_context(0)
-    driver.use(context)
+    context = driver.current_context()
     stream = driver.stream_create()
     event = driver.event_create(EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
     stub.control("cuEventSynchronize delay 300")
@@ -251,8 +244,6 @@ def test_who_waits_in_the_driver_leaves_the_interpreter_to_others(stub: Stub) ->
     assert results == [0] and ticks > 1000
     driver.event_destroy(event)
     driver.stream_destroy(stream)
-    driver.use(0)
-    driver.release_context(0)
 
 
 def test_the_stub_is_built_with_no_warning() -> None:

@@ -1,7 +1,6 @@
 """Another process's GPU memory: what is opened, what is refused and by which name, what is left."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,16 +11,6 @@ from tests.cuda.exporter import Exported, Exporter
 from tests.cuda.stubs import UUIDS, Stub
 
 LEAD = 3 << 20  # the engine's memory begins behind other tensors of its allocation
-
-
-@pytest.fixture
-def driver(stub: Stub) -> Iterator[Driver]:
-    made = Driver.load(stub.path)
-    made.use(made.retain_context(0))
-    yield made
-    stub.control()
-    made.use(0)
-    made.release_context(0)
 
 
 @pytest.fixture

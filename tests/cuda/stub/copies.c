@@ -33,15 +33,20 @@ static int num_streams, num_events;
 static pthread_mutex_t queues = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
 
+/* With the queues' lock: sleep as long as `condition` holds. */
+#define WAIT_WHILE(condition) \
+    while (condition)         \
+    pthread_cond_wait(&moved, &queues)
+
 size_t copy_leaks(char *text, size_t size)
 {
     size_t count = 0;
     *text = 0;
     for (int i = 0; i < MAX_OBJECTS; i++) {
         if (streams[i].live)
-            count++, snprintf(text + strlen(text), size - strlen(text), "stream%d\n", streams[i].id);
+            LEAK("stream%d\n", streams[i].id);
         if (events[i].live)
-            count++, snprintf(text + strlen(text), size - strlen(text), "event%d\n", events[i].id);
+            LEAK("event%d\n", events[i].id);
     }
     return count;
 }
@@ -83,8 +88,7 @@ static void *work(void *argument)
     Stream *stream = argument;
     pthread_mutex_lock(&queues);
     for (;;) {
-        while (!stream->first)
-            pthread_cond_wait(&moved, &queues);
+        WAIT_WHILE(!stream->first);
         Op *op = stream->first;
         stream->busy = 1;
         pthread_mutex_unlock(&queues);
@@ -126,8 +130,7 @@ void end_copies(void) /* what is queued still runs, as it is the stub's own and 
             queue(&streams[i], (Op){.what = ENDS});
     pthread_mutex_lock(&queues);
     for (int i = 0; i < MAX_OBJECTS; i++) {
-        while (streams[i].live)
-            pthread_cond_wait(&moved, &queues);
+        WAIT_WHILE(streams[i].live);
         events[i].live = 0;
     }
     pthread_mutex_unlock(&queues);
@@ -137,25 +140,25 @@ void end_copies(void) /* what is queued still runs, as it is the stub's own and 
 
 static Stream *known_stream(const char *name, CUstream stream)
 {
-    for (int i = 0; i < MAX_OBJECTS; i++)
-        if (stream == &streams[i] && streams[i].live)
-            return &streams[i];
-    violation(INVALID_VALUE, stream ? "%s on a stream that is none" : "%s on the null stream", name);
-    return NULL;
+    Stream *known = FIND(streams, MAX_OBJECTS, e->live && e == stream);
+    if (!known)
+        violation(INVALID_VALUE, stream ? "%s on a stream that is none" : "%s on the null stream", name);
+    return known;
 }
+
+/* The stream behind an entry point's handle. */
+#define STREAM(name, handle)                        \
+    Stream *name = known_stream(__func__, handle);  \
+    if (!name)                                      \
+        return INVALID_VALUE
 
 CUresult cuStreamCreate(CUstream *to, unsigned int flags)
 {
-    CUresult result = enter("cuStreamCreate", 1);
-    Stream *stream = NULL;
-    if (result)
-        return result;
+    ENTER(1);
     if (flags != 1)
         return violation(INVALID_VALUE, "cuStreamCreate with flags %u: it would wait for the null stream", flags);
     pthread_mutex_lock(&queues);
-    for (int i = 0; i < MAX_OBJECTS && !stream; i++)
-        if (!streams[i].live)
-            stream = &streams[i];
+    Stream *stream = FIND(streams, MAX_OBJECTS, !e->live);
     *stream = (Stream){1, ++num_streams, 0, NULL, NULL, 0};
     stream->last = &stream->first;
     pthread_mutex_unlock(&queues);
@@ -168,37 +171,29 @@ CUresult cuStreamCreate(CUstream *to, unsigned int flags)
 
 CUresult cuStreamDestroy_v2(CUstream handle)
 {
-    CUresult result = enter("cuStreamDestroy_v2", 1);
-    Stream *stream = result ? NULL : known_stream("cuStreamDestroy_v2", handle);
-    if (!stream)
-        return result ? result : INVALID_VALUE;
+    ENTER(1);
+    STREAM(stream, handle);
     note("cuStreamDestroy_v2 stream%d", stream->id);
     queue(stream, (Op){.what = ENDS});
     pthread_mutex_lock(&queues);
-    while (stream->live)
-        pthread_cond_wait(&moved, &queues);
+    WAIT_WHILE(stream->live);
     pthread_mutex_unlock(&queues);
     return OK;
 }
 
 CUresult cuStreamQuery(CUstream handle)
 {
-    CUresult result = enter("cuStreamQuery", 1);
-    Stream *stream = result ? NULL : known_stream("cuStreamQuery", handle);
-    if (!stream)
-        return result ? result : INVALID_VALUE;
+    ENTER(1);
+    STREAM(stream, handle);
     return stream->first ? NOT_READY : OK;
 }
 
 CUresult cuStreamSynchronize(CUstream handle)
 {
-    CUresult result = enter("cuStreamSynchronize", 1);
-    Stream *stream = result ? NULL : known_stream("cuStreamSynchronize", handle);
-    if (!stream)
-        return result ? result : INVALID_VALUE;
+    ENTER(1);
+    STREAM(stream, handle);
     pthread_mutex_lock(&queues);
-    while (stream->first)
-        pthread_cond_wait(&moved, &queues);
+    WAIT_WHILE(stream->first);
     pthread_mutex_unlock(&queues);
     note("cuStreamSynchronize stream%d", stream->id);
     return stub_sticky;
@@ -206,10 +201,8 @@ CUresult cuStreamSynchronize(CUstream handle)
 
 CUresult cuStreamWriteValue64_v2(CUstream handle, CUdeviceptr address, uint64_t value, unsigned int flags)
 {
-    CUresult result = enter("cuStreamWriteValue64_v2", 1);
-    Stream *stream = result ? NULL : known_stream("cuStreamWriteValue64_v2", handle);
-    if (!stream)
-        return result ? result : INVALID_VALUE;
+    ENTER(1);
+    STREAM(stream, handle);
     if (flags || address % 8 || !pinned_range(address, 8))
         return violation(INVALID_VALUE, "cuStreamWriteValue64_v2 at %s, flags %u", where(address), flags);
     note("cuStreamWriteValue64_v2 stream%d %s = %llu", stream->id, where(address), (unsigned long long)value);
@@ -221,25 +214,27 @@ CUresult cuStreamWriteValue64_v2(CUstream handle, CUdeviceptr address, uint64_t 
 
 static Event *known_event(const char *name, CUevent event)
 {
-    for (int i = 0; i < MAX_OBJECTS; i++)
-        if (event == &events[i] && events[i].live)
-            return &events[i];
-    violation(INVALID_HANDLE, "%s of an event that is none", name);
-    return NULL;
+    Event *known = FIND(events, MAX_OBJECTS, e->live && e == event);
+    if (!known)
+        violation(INVALID_HANDLE, "%s of an event that is none", name);
+    return known;
 }
+
+/* The event behind an entry point's handle. */
+#define EVENT(name, handle)                       \
+    Event *name = known_event(__func__, handle);  \
+    if (!name)                                    \
+        return INVALID_HANDLE
+
+static int is_pending(const Event *event) { return event->happened != event->recorded; }
 
 CUresult cuEventCreate(CUevent *to, unsigned int flags)
 {
-    CUresult result = enter("cuEventCreate", 1);
-    Event *event = NULL;
-    if (result)
-        return result;
+    ENTER(1);
     if (flags & ~3u || !(flags & 2))
         return violation(INVALID_VALUE, "cuEventCreate with flags %u", flags);
     lock();
-    for (int i = 0; i < MAX_OBJECTS && !event; i++)
-        if (!events[i].live)
-            event = &events[i];
+    Event *event = FIND(events, MAX_OBJECTS, !e->live);
     *event = (Event){1, ++num_events, (int)flags, 0, 0, 0};
     unlock();
     *to = event;
@@ -249,11 +244,9 @@ CUresult cuEventCreate(CUevent *to, unsigned int flags)
 
 CUresult cuEventDestroy_v2(CUevent handle)
 {
-    CUresult result = enter("cuEventDestroy_v2", 1);
-    Event *event = result ? NULL : known_event("cuEventDestroy_v2", handle);
-    if (!event)
-        return result ? result : INVALID_VALUE;
-    if (event->waiters || event->happened != event->recorded)
+    ENTER(1);
+    EVENT(event, handle);
+    if (event->waiters || is_pending(event))
         return violation(INVALID_HANDLE, "event%d is destroyed before it has happened", event->id);
     event->live = 0;
     note("cuEventDestroy_v2 event%d", event->id);
@@ -262,12 +255,10 @@ CUresult cuEventDestroy_v2(CUevent handle)
 
 CUresult cuEventRecord(CUevent handle, CUstream on)
 {
-    CUresult result = enter("cuEventRecord", 1);
-    Event *event = result ? NULL : known_event("cuEventRecord", handle);
-    Stream *stream = event ? known_stream("cuEventRecord", on) : NULL;
-    if (!stream)
-        return result ? result : INVALID_VALUE;
-    if (event->happened != event->recorded)
+    ENTER(1);
+    EVENT(event, handle);
+    STREAM(stream, on);
+    if (is_pending(event))
         return violation(INVALID_HANDLE, "event%d is recorded anew before it has happened", event->id);
     note("cuEventRecord event%d stream%d", event->id, stream->id);
     queue(stream, (Op){.what = HAPPENS, .event = event, .number = ++event->recorded});
@@ -276,28 +267,23 @@ CUresult cuEventRecord(CUevent handle, CUstream on)
 
 CUresult cuEventQuery(CUevent handle)
 {
-    CUresult result = enter("cuEventQuery", 1);
-    Event *event = result ? NULL : known_event("cuEventQuery", handle);
-    if (!event)
-        return result ? result : INVALID_HANDLE;
+    ENTER(1);
+    EVENT(event, handle);
     pthread_mutex_lock(&queues);
-    int happened = event->happened == event->recorded;
+    int pending = is_pending(event);
     pthread_mutex_unlock(&queues);
-    return happened ? stub_sticky : NOT_READY;
+    return pending ? NOT_READY : stub_sticky;
 }
 
 CUresult cuEventSynchronize(CUevent handle)
 {
-    CUresult result = enter("cuEventSynchronize", 1);
-    Event *event = result ? NULL : known_event("cuEventSynchronize", handle);
-    if (!event)
-        return result ? result : INVALID_HANDLE;
+    ENTER(1);
+    EVENT(event, handle);
     if (!(event->flags & 1))
         violation(OK, "event%d is waited for and would spin", event->id);
     pthread_mutex_lock(&queues);
     event->waiters++;
-    while (event->happened != event->recorded)
-        pthread_cond_wait(&moved, &queues);
+    WAIT_WHILE(is_pending(event));
     event->waiters--;
     pthread_mutex_unlock(&queues);
     note("cuEventSynchronize event%d", event->id);
@@ -346,12 +332,11 @@ static void queue_copies(Stream *stream, const uint64_t *dst, const uint64_t *sr
 
 CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t size, CUstream handle)
 {
-    CUresult result = enter("cuMemcpyAsync", 1);
-    Stream *stream = result ? NULL : known_stream("cuMemcpyAsync", handle);
-    if (!stream)
-        return result ? result : INVALID_VALUE;
-    if ((result = check_copy(dst, src, size)))
-        return result;
+    ENTER(1);
+    STREAM(stream, handle);
+    CUresult wrong = check_copy(dst, src, size);
+    if (wrong)
+        return wrong;
     note("cuMemcpyAsync stream%d %s -> %s %zu", stream->id, where(src), where(dst), size);
     queue_copies(stream, &dst, &src, &size, 1);
     return OK;
@@ -361,22 +346,19 @@ CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t size, CUstream h
 CUresult cuMemcpyBatchAsync(CUdeviceptr *dst, CUdeviceptr *src, size_t *size, size_t count, CUmemcpyAttributes *attributes,
                             size_t *first, size_t num_attributes, size_t *failed, CUstream handle)
 {
-    CUresult result = enter("cuMemcpyBatchAsync", 1);
-    Stream *stream = result ? NULL : known_stream("cuMemcpyBatchAsync", handle);
-    if (!stream)
-        return result ? result : INVALID_VALUE;
+    ENTER(1);
+    STREAM(stream, handle);
     if (!count || count > 4096 || num_attributes != 1 || *first || !failed)
         return violation(INVALID_VALUE, "a batch of %zu copies with %zu attributes", count, num_attributes);
     if ((attributes->srcAccessOrder != 1 && attributes->srcAccessOrder != 3) || attributes->flags > 1 ||
         attributes->srcLocHint.type || attributes->dstLocHint.type)
         return violation(INVALID_VALUE, "a batch of order %d, flags %u", attributes->srcAccessOrder, attributes->flags);
-    for (size_t i = 0; i < count; i++)
-        if ((result = check_copy(dst[i], src[i], size[i]))) {
+    CUresult wrong = OK;
+    for (size_t i = 0; i < count && !wrong; i++)
+        if ((wrong = check_copy(dst[i], src[i], size[i])))
             *failed = i;
-            return result;
-        }
-    if ((result = check_apart(dst, size, count)))
-        return result;
+    if (wrong || (wrong = check_apart(dst, size, count)))
+        return wrong;
     note("cuMemcpyBatchAsync stream%d count %zu order %d flags %u: %s -> %s %zu%s", stream->id, count,
          attributes->srcAccessOrder, attributes->flags, where(src[0]), where(dst[0]), size[0], count > 1 ? " ..." : "");
     queue_copies(stream, dst, src, size, count);

@@ -228,8 +228,11 @@ void stub_journal(const char *path)
 
 size_t stub_leaks(char *text, size_t size)
 {
-    size_t count = memory_leaks(text, size);
-    count += copy_leaks(text + strlen(text), size - strlen(text));
+    size_t (*const rooms[])(char *, size_t) = {memory_leaks, mapped_leaks, host_leaks, copy_leaks};
+    size_t count = 0;
+    *text = 0;
+    for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++)
+        count += rooms[i](text + strlen(text), size - strlen(text));
     for (int i = 0; i < 8; i++) {
         count += (size_t)context_refs[i];
         if (context_refs[i])
@@ -249,6 +252,8 @@ void stub_end_process(void)
 {
     end_copies();
     end_memory();
+    end_mapped();
+    end_host();
     memset(context_refs, 0, sizeof context_refs);
 }
 
@@ -313,53 +318,53 @@ CUresult cuGetErrorString(CUresult error, const char **text)
 
 static int num_devices(void) { return (int)setting("devices", -1, 1); }
 
-static CUresult known(const char *name, CUdevice device)
-{
-    CUresult result = enter(name, 0);
-    if (!result && (device < 0 || device >= num_devices()))
-        result = violation(INVALID_DEVICE, "%s of device %d", name, device);
-    return result;
-}
+/* The first line of an entry point about a device. */
+#define DEVICE(device)                                                             \
+    ENTER(0);                                                                      \
+    if ((device) < 0 || (device) >= num_devices())                                 \
+        return violation(INVALID_DEVICE, "%s of device %d", __func__, device)
 
 CUresult cuDeviceGetCount(int *count)
 {
-    CUresult result = enter("cuDeviceGetCount", 0);
+    ENTER(0);
     *count = num_devices();
-    return result;
+    return OK;
 }
 
 CUresult cuDeviceGet(CUdevice *device, int ordinal)
 {
+    DEVICE(ordinal);
     *device = ordinal;
-    return known("cuDeviceGet", ordinal);
+    return OK;
 }
 
 CUresult cuDeviceGetName(char *name, int size, CUdevice device)
 {
+    DEVICE(device);
     snprintf(name, (size_t)size, "Stub GPU");
-    return known("cuDeviceGetName", device);
+    return OK;
 }
 
 CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
 {
+    DEVICE(device);
     memset(uuid->bytes, 0x5b, sizeof uuid->bytes);
     uuid->bytes[15] = (char)device;
-    return known("cuDeviceGetUuid_v2", device);
+    return OK;
 }
 
 CUresult cuDeviceGetPCIBusId(char *text, int size, CUdevice device)
 {
+    DEVICE(device);
     snprintf(text, (size_t)size, "0000:%02X:00.0", 0x3b + device);
-    return known("cuDeviceGetPCIBusId", device);
+    return OK;
 }
 
 CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
 {
     static const struct { int number, value; } usual[] = {{20, 0},  {40, 3},  {91, 1},   {99, 1},  {102, 1},
                                                           {103, 1}, {122, 1}, {125, 1}, {134, 0}};
-    CUresult result = known("cuDeviceGetAttribute", device);
-    if (result)
-        return result;
+    DEVICE(device);
     for (size_t i = 0; i < sizeof usual / sizeof *usual; i++)
         if (usual[i].number == attribute) {
             *value = (int)setting("attr", attribute, usual[i].value);
@@ -370,9 +375,7 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
 
 CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned int flags)
 {
-    CUresult result = known("cuDevicePrimaryCtxSetFlags_v2", device);
-    if (result)
-        return result;
+    DEVICE(device);
     if (context_refs[device])
         violation(OK, "the flags of a context that is there already");
     context_flags[device] = (int)flags;
@@ -382,9 +385,7 @@ CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned int flags)
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 {
-    CUresult result = known("cuDevicePrimaryCtxRetain", device);
-    if (result)
-        return result;
+    DEVICE(device);
     context_refs[device]++;
     *context = &contexts[device];
     note("cuDevicePrimaryCtxRetain device %d", device);
@@ -393,9 +394,7 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 
 CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
 {
-    CUresult result = known("cuDevicePrimaryCtxRelease_v2", device);
-    if (result)
-        return result;
+    DEVICE(device);
     if (context_refs[device] < 1)
         return violation(INVALID_CONTEXT, "a context is released more often than retained");
     context_refs[device]--;
@@ -405,10 +404,8 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
 
 CUresult cuCtxSetCurrent(CUcontext context)
 {
-    CUresult result = enter("cuCtxSetCurrent", 0);
+    ENTER(0);
     long device = (char *)context - contexts;
-    if (result)
-        return result;
     if (context && (device < 0 || device >= 8 || !context_refs[device]))
         return violation(INVALID_CONTEXT, "a context that nobody retains is made current");
     current = context;
@@ -426,6 +423,7 @@ int current_device(void) { return (int)((char *)current - contexts); }
 
 CUresult cuCtxGetDevice(CUdevice *device)
 {
+    ENTER(1);
     *device = current_device();
-    return enter("cuCtxGetDevice", 1);
+    return OK;
 }

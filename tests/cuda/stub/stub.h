@@ -66,19 +66,48 @@ long setting(const char *kind, long number, long otherwise);
 int current_device(void);
 extern int stub_sticky; /* the result of every call from now on; 0: none */
 
-/* memory.c */
-const char *where(uint64_t address);                   /* `gpu1+0x40` or `pin2+0x0`; of this thread until its 8th call */
+/* memory.c: device memory, and the handles of it */
 int device_range(uint64_t address, size_t nbytes);     /* whether it lies in one live device allocation */
-void *pinned_range(uint64_t address, size_t nbytes);   /* the host address, if it lies in one registration */
-size_t memory_leaks(char *text, size_t size);
-void end_memory(void);
 
-/* copies.c */
+/* host.c: registered host memory */
+const char *where(uint64_t address);                   /* `gpu1+0x40` or `pin2+0x0`; of this thread until its 8th call */
+void *pinned_range(uint64_t address, size_t nbytes);   /* the host address, if it lies in one registration */
+
+/* Of each room: writes what is still there, one a line, and how much that is; lets go of all of it. */
+size_t memory_leaks(char *text, size_t size);
+size_t mapped_leaks(char *text, size_t size);
+size_t host_leaks(char *text, size_t size);
 size_t copy_leaks(char *text, size_t size);
+void end_memory(void);
+void end_mapped(void);
+void end_host(void);
 void end_copies(void);
 
 /* The lock of all tables; never held while a call hangs. */
 void lock(void);
 void unlock(void);
+
+/* ---- what every room writes often -------------------------------------------------------------------------------- */
+
+/* The first line of an entry point: it ends as control says of its name. */
+#define ENTER(needs_context)                           \
+    do {                                               \
+        CUresult said_ = enter(__func__, needs_context); \
+        if (said_)                                     \
+            return said_;                              \
+    } while (0)
+
+/* The first of a table's `count` entries of which `condition` holds, called `e` in it; NULL: of none. */
+#define FIND(table, count, condition)                                            \
+    ({                                                                           \
+        __typeof__(&(table)[0]) e, found_ = NULL;                                \
+        for (e = (table); !found_ && e < (table) + (count); e++)                 \
+            if (condition)                                                       \
+                found_ = e;                                                      \
+        found_;                                                                  \
+    })
+
+/* One line of a room's leaks; `text`, `size` and `count` are the function's. */
+#define LEAK(...) (count++, snprintf(text + strlen(text), size - strlen(text), __VA_ARGS__))
 
 #endif
