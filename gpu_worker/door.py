@@ -3,9 +3,10 @@
     listener ──accept──▶ waiting ── rank.register ──▶ let in; the others are turned away
                            └── anything else, its end, silence for REGISTER_S ──▶ refused
 
-A rank registers as soon as it is connected. Whoever does not must not keep others waiting: after a moment of
-silence the next one is asked in beside it. Only then, because somebody who was asked in is lost to the other spare
-of this rank. Never blocks; the owner waits on `filenos` and `next_due_s`.
+A rank registers as soon as it is connected; what takes it long, its first probes on a GPU, it does before it knocks.
+Whoever does not must not keep others waiting: after a moment of silence the next one is asked in beside it. Only
+then, because somebody who was asked in is lost to the other spare of this rank. Never blocks; the owner waits on
+`filenos` and `next_due_s`.
 """
 
 import logging
@@ -21,7 +22,7 @@ from kvferry.proto.tether import RankRegister
 
 log = logging.getLogger("kvferry.worker")
 
-REGISTER_S: Final = 2.0  # a connection that shows nothing by then is closed
+REGISTER_S: Final = 2.0  # a connection that has not shown all by then is closed
 SILENT_S: Final = 0.02  # and by then keeps nobody waiting
 MOST_WAITING: Final = 128
 LOG_BAD_S: Final = 1.0  # at most one log line about bad connections in this time
