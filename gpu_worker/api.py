@@ -7,7 +7,7 @@ word per ticket and one `done` per job.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ import numpy.typing as npt
 from kvferry.proto.hot import Cancel, Done, Plan
 from kvferry.proto.outcome import Kind
 from kvferry.proto.tether import Begin, CancelTickets, Words
+
+# Loads ahead of stores, wherever copies take turns: somebody waits for a load.
+ORDER: Final = (Kind.LOAD, Kind.STORE)
 
 U32: TypeAlias = npt.NDArray[np.uint32]
 U64: TypeAlias = npt.NDArray[np.uint64]

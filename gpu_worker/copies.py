@@ -7,10 +7,9 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
-from kvferry.gpu_worker.api import Copied, SubmitCopy
+from kvferry.gpu_worker.api import ORDER, Copied, SubmitCopy
 from kvferry.gpu_worker.devices.base import CopyPlan, Device, PlanError
 from kvferry.gpu_worker.layout import Planner
-from kvferry.gpu_worker.queue import ORDER
 from kvferry.proto.outcome import Kind
 
 log = logging.getLogger("kvferry.worker")

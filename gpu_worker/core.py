@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.gpu_worker.api import (
+    ORDER,
     Action,
     Begun,
     Copied,
@@ -40,7 +41,7 @@ from kvferry.gpu_worker.api import (
 )
 from kvferry.gpu_worker.guards import Guards, failed_blocks
 from kvferry.gpu_worker.plans import PlannedJob, jobs_of, what_is_wrong
-from kvferry.gpu_worker.queue import ORDER, CopyQueue
+from kvferry.gpu_worker.queue import CopyQueue
 from kvferry.gpu_worker.reports import Reports, microseconds
 from kvferry.gpu_worker.tickets import RUNNING, Ending, Move, State, Tickets, Transfer
 from kvferry.proto.columns import u64

@@ -76,20 +76,6 @@ class Planner:
             raise PlanError("plan.twice", "a destination is named twice: two copies into one place have no order")
 
 
-def plan(
-    group: Group,
-    mapping_bases: Sequence[int],
-    slots_base: int,
-    slot_bytes: int,
-    num_slots: int,
-    blocks: U32,
-    slots: U32,
-    kind: Kind,
-) -> list[CopyPlan]:
-    """`Planner.plan` for a single use."""
-    return Planner(group, mapping_bases, slots_base, slot_bytes, num_slots).plan(blocks, slots, kind)
-
-
 def coalesce(src: U64, dst: U64, size: U64) -> tuple[U64, U64, U64]:
     """Join each descriptor with the one before it if they touch on both sides; order kept."""
     if len(size) < 2:

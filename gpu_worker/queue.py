@@ -14,9 +14,6 @@ from kvferry.gpu_worker.api import U32, SubmitCopy, WorkerSettings
 from kvferry.gpu_worker.tickets import Transfer
 from kvferry.proto.outcome import Kind
 
-# Loads ahead of stores: the order in which a wake-up fills the device.
-ORDER = (Kind.LOAD, Kind.STORE)
-
 
 class CopyQueue:
     """Waiting transfers and running batches of both directions."""

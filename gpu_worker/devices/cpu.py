@@ -27,6 +27,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.gpu_worker.api import ORDER
 from kvferry.gpu_worker.devices.base import (
     MAX_IN_FLIGHT,
     Caps,
@@ -46,7 +47,6 @@ from kvferry.proto.layout import Handle
 from kvferry.proto.outcome import Kind
 
 NUM_THREADS: Final = 2
-ORDER: Final = (Kind.LOAD, Kind.STORE)  # the more urgent first
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.gpu_worker.devices.base import MAX_DESCRIPTORS, MAX_PLAN_BYTES, CopyPlan, PlanError
 from kvferry.gpu_worker.devices.pieces import CHUNK_BYTES, chunks_of, pieces_of
-from kvferry.gpu_worker.layout import Planner, coalesce, plan, split
+from kvferry.gpu_worker.layout import Planner, coalesce, split
 from kvferry.proto.layout import Group, Region
 from kvferry.proto.limits import PAGE_BYTES
 from kvferry.proto.outcome import Kind
@@ -132,7 +132,7 @@ def test_a_run_larger_than_a_batch_goes_alone():
         Region(handle=0, offset=big, stride=big + 200, run=100, blocks=2),
     )
     group = Group(regions=regions, block_tokens=16)
-    plans = plan(group, [0, 1 << 33], POOL_BASE, group.slot_bytes, 2, u32s([1]), u32s([0]), Kind.LOAD)
+    plans = Planner(group, [0, 1 << 33], POOL_BASE, group.slot_bytes, 2).plan(u32s([1]), u32s([0]), Kind.LOAD)
     assert [p.size.tolist() for p in plans] == [[100], [big], [100]]
 
 
