@@ -17,9 +17,10 @@ from kvferry.scheduler_daemon.core.core import Core
 from kvferry.scheduler_daemon.core.jobs import State
 from kvferry.scheduler_daemon.core.slots import Table
 
+from .books import Broken
 from .clock import Party, S
 from .echo import Echo
-from .ledger import Broken, Ledger
+from .ledger import Ledger
 from .log import Log
 from .net import LinkEnd
 from .table import TableBytes

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.proto.control import DrainAnswer, DrainAsk, Hello, Refused, ResetAnswer, ResetAsk, Welcome
 
+from .books import Broken
 from .clock import MS, US, Party, S
 from .engine import Engine
-from .ledger import Broken
 from .net import LinkEnd
 from .ranks import Rank
 from .worker import Worker

@@ -26,13 +26,14 @@ from kvferry.proto.outcome import Kind, Outcome
 from kvferry.proto.page import PageWriter
 from kvferry.proto.tether import Begin, RankRegister, RankRegistered, Words
 
+from .books import Broken, Meaning
 from .clock import MS, US, Party
 from .daemon import PASSING
-from .engine import Work
-from .ledger import Broken, Ledger, Meaning
+from .ledger import Ledger
 from .log import Log
 from .memory import ZERO, Halves, Stamps
 from .net import Network, StreamEnd
+from .requests import Work
 from .sidecar import Sidecar
 from .worker import Worker
 
@@ -129,6 +130,7 @@ class Rank:
         match message:
             case RankRegistered(worker=number):
                 self.core.attach(number)
+                self._flush()
             case Words():
                 self.core.on_message(message, worker.id)
             case Refused(code=code) if code in PASSING:

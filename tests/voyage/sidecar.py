@@ -21,10 +21,11 @@ from kvferry.supervise import api as up
 from kvferry.supervise.core import Supervisor
 from kvferry.supervise.state import Phase, Rules
 
+from .books import Broken
 from .clock import MS, US, Clock, Party, S
 from .daemon import Daemon
 from .echo import Echo
-from .ledger import Broken, Ledger
+from .ledger import Ledger
 from .log import Log
 from .memory import PoolFile
 from .net import LinkEnd, Network
@@ -340,7 +341,7 @@ class Sidecar:
             party = worker.party
             recently = party.went_on_ns and self._clock.now_ns - party.went_on_ns < 2 * S
             if not (party.stopped or party.ended or recently or self._settings.grace_ns < 5 * S):
-                raise Broken(f"the daemon kills {worker.name}, which was owing nothing for long: {why}")
+                raise Broken(f"I7: the daemon kills {worker.name}, which was owing nothing for long: {why}")
         self._wanted.add(worker_id)
         self._hear(self._rng.randrange(10 * US, 1 * MS), up.KillWanted(worker_id, why))
 

@@ -18,16 +18,18 @@ from kvferry.proto.layout import Group, Handle, Layout, Region
 from kvferry.proto.tether import RankRegister
 from kvferry.scheduler_daemon.core import api as daemon_api
 
+from .books import Broken
 from .clock import MS, US, Clock, Party, S
 from .echo import Echo
-from .engine import Engine, Habits, Keys, Request, Work
+from .engine import Engine
 from .faults import Faults
 from .journal import Journal
-from .ledger import Broken, Ledger
+from .ledger import Ledger
 from .log import Log
 from .memory import PoolFile, Stamps
 from .net import LinkEnd, Network, Weather
 from .ranks import Rank
+from .requests import Habits, Keys, Request, Work
 from .sidecar import Sidecar
 from .table import TableBytes
 

@@ -20,9 +20,10 @@ from kvferry.proto.outcome import Kind, Outcome
 from kvferry.proto.page import PageReader
 from kvferry.proto.tether import Begin, CancelTickets, Detach, RankRegister, RankRegistered
 
+from .books import Broken
 from .clock import MS, Party, S
 from .echo import Echo
-from .ledger import Broken, Ledger
+from .ledger import Ledger
 from .log import Log
 from .memory import Copier, PoolFile
 from .net import LinkEnd, StreamEnd
