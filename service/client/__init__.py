@@ -10,7 +10,8 @@ core.py             decides for the scheduler side; sans-IO, with
   transfers.py        tickets and their ends; fence.py: whose blocks are still read
   batch.py            what one step has to say; arguments.py: what the engine passes in
 rank_core.py        decides for a rank; sans-IO
-client.py, rank.py  the thin shells: sockets, clocks; background.py: a thread; carrier.py, tether.py: their links
+client.py, rank.py  the thin shells: sockets, clocks; background.py: a thread; carrier.py, tether.py: their links;
+                    search.py: finds a worker; proofs.py: knows when it is dead
 memory.py           describes KV memory; torch_memory.py: shares an engine's torch tensors on CPU
 cuda_memory.py      exports an engine's GPU tensors, of torch or not
 marks.py            from when on a copy may touch its blocks; cuda_marks.py: as an engine's GPU says it

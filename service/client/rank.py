@@ -2,54 +2,56 @@
 
     engine's thread ──revoke, begin, poll──▶ ┌────── one lock ───────────────┐
                                              │ RankCore ── Tether ───────────┼──▶ worker
-    own thread ──connect, register, watch──▶ │   └── shared page, pidfds     │
+    own thread ──connect, register, watch──▶ │   └── shared page, Proofs     │
                                              └───────────────────────────────┘
 
 No call of the engine's thread waits. Marks are set and looked at in that thread alone (`marks.py`). The page
 is made here once and lives across workers: its mark goes on counting for the next one. Attaching is the same
 code the first time and later; only the first attempt runs in the caller's thread, while the engine is still
 idle, and so may write the probes into its blocks.
+
+What ends a load whose worker says nothing, tether or not: its death, which `poll` sees, after `close` too. Nobody
+here brings it about. A worker that runs leaves by itself within seconds of its tether's end. One that hangs is
+killed at the daemon's wish: it owes its word past deadline and grace, is silent past its link's bound, or has not
+drained for the next daemon; one that was stopped, by the supervisor's own. A supervisor that gives up or dies takes
+all workers with it. So a load stays open for longer only while the supervisor itself stands still, or the worker's
+process cannot be killed: then its blocks stay taken, its request waits, and the engine serves all others.
 """
 
 import logging
 import mmap
 import os
 import select
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from kvferry.client.arguments import check_rank
 from kvferry.client.marks import CpuMarks, Mark, Marks
 from kvferry.client.memory import KVMemory
+from kvferry.client.proofs import Proofs
 from kvferry.client.rank_core import RankCore
-from kvferry.client.tether import Tether, attach
+from kvferry.client.search import Missed, Search
+from kvferry.client.tether import Tether
 from kvferry.client.types import Directive, RankCounters, RankReport
 from kvferry.net.paths import RunDir
 from kvferry.proto import limits
-from kvferry.proto.errors import KvferryError
 from kvferry.proto.page import PageWriter
-from kvferry.proto.tether import Probe, RankRegister
+from kvferry.proto.tether import RankRegister
 
 log = logging.getLogger("kvferry.client")
 
 WATCH_S: Final = 0.050  # how often the own thread looks while a worker serves us
-RETRY_S: Final = 0.5
-RETRY_MAX_S: Final = 2.0
-REFUSED_RETRY_S: Final = 10.0
-# Refusals that pass by themselves: our last worker is not reaped yet, or this one found no daemon or lost its GPU.
-PASSING: Final = frozenset({"register.rank_taken", "worker.busy", "daemon.lost", "device.lost", "frame.link"})
-# Refusals that never pass: what was shown is not what the engine computes with. Only a first attachment proves it, so
-# there must be no second one.
-FOR_GOOD: Final = frozenset({"layout.probe", "memory.export"})
 VERDICT_S: Final = 30.0  # a worker may take this long to map our memory when nobody waits for it
 CLOSE_S: Final = 1.0
 HELD_LOOK_S: Final = 0.001  # how often `wait` asks the device while a begin waits for it
+
+# Closed, but some worker may still touch their memory: it stays allocated until that worker is known to be dead.
+_left_behind: set["RankClient"] = set()
 
 
 class RankClient:
@@ -79,9 +81,7 @@ class RankClient:
         start: bool = True,
     ) -> None:
         check_rank(engine_id, rank, world_size, facts or {})
-        self._run_dir = RunDir.at(run_dir)
-        self._path = str(self._run_dir.rank(rank))
-        self._memory = memory
+        self._path = RunDir.at(run_dir).rank(rank)
         self._page_fd = os.memfd_create("kvferry-page", os.MFD_CLOEXEC)
         os.ftruncate(self._page_fd, limits.PAGE_BYTES)
         self._page_map = mmap.mmap(self._page_fd, limits.PAGE_BYTES)
@@ -93,6 +93,7 @@ class RankClient:
         except BaseException:
             os.close(self._page_fd)
             raise
+        self._drop_page_fd = weakref.finalize(self, os.close, self._page_fd)
         self._register = RankRegister(
             engine_id=engine_id,
             rank=rank,
@@ -108,12 +109,11 @@ class RankClient:
         self._on_note = on_note
         self._lock = threading.RLock()
         self._tether: Tether | None = None
-        self._attempt: socket.socket | None = None  # an attachment on its way, so that close can end it
-        self._pidfds: dict[int, int] = {}  # worker -> its proof of death
+        self._search = Search(self._path, self._register, memory, self._page_fd)
+        self._proofs = Proofs()
         self._notes: list[tuple[int, str]] = []  # (log level, line)
         self._last_note = ""
-        self._retry_s = RETRY_S
-        self._is_hopeless = self._closed = False
+        self._closed = False
         self._wake = threading.Event()
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self), self._wake), name=f"kvferry-rank-{rank}", daemon=True
@@ -175,12 +175,19 @@ class RankClient:
             with self._lock:
                 if self._core.has_held:
                     self._guarded(self._let_go)
-                if self._tether is None or self._tether.ended or self._core.has_ends:
+                # The serving worker's pidfd is among them, and those of lost ones that still owe a word.
+                watched = self._proofs.filenos
+                if not watched or self._core.has_ends:
                     return
+                if self._tether is not None:
+                    if self._tether.ended:
+                        return
+                    watched.append(self._tether.fileno())
                 is_held = self._core.has_held
                 poller = select.poll()
-                poller.register(self._tether.fileno(), select.POLLIN)
-            # Our own thread may close the socket meanwhile: then this ends by its bound.
+                for fd in watched:
+                    poller.register(fd, select.POLLIN)
+            # Our own thread may close one of them meanwhile: then this ends by its bound.
             if poller.poll(min(left, HELD_LOOK_S) * 1000 if is_held else left * 1000):
                 return
 
@@ -201,6 +208,12 @@ class RankClient:
         return self._core.has_held
 
     @property
+    def open_loads(self) -> frozenset[int]:
+        """Loads whose blocks still belong to a transfer: begun, and without a worker's word or its proven death."""
+        with self._lock:
+            return self._core.open_loads
+
+    @property
     def worker_pid(self) -> int:
         """Process id of the worker that serves this rank; 0 if none does."""
         return self._tether.pid if self._tether is not None else 0
@@ -213,35 +226,43 @@ class RankClient:
                 "attached": self.attached,
                 "worker": self._core.worker,
                 "worker_pid": self.worker_pid,
-                "open_loads": self._core.open_loads,
+                "open_loads": len(self._core.open_loads),
                 "mark": self._page.mark(),
                 "mark_mode": self._marks.mode,
                 "holding": self.holding,
             }
 
-    def close(self) -> None:
-        """Detach: ask the worker to end and wait for it at most a second. Idempotent."""
+    def close(self, wait_s: float = CLOSE_S) -> None:
+        """Detach: ask the worker to end, and wait for it at most `wait_s`. Idempotent.
+
+        Loads that are open then stay open: a worker that hangs may still write. `poll` goes on to look for its death,
+        and until it has told of the last one, their blocks are nobody else's. Stores that are open are revoked: the
+        memory may mean something else from here on.
+        """
         with self._lock:
             if self._closed:
                 return
+            self._guarded(self._watch)  # what was said before counts
             self._closed = True
             self._core.detach()
             tether = self._tether
             self._guarded(self._send)
-            if self._attempt is not None:
-                with suppress(OSError):
-                    self._attempt.shutdown(socket.SHUT_RDWR)
+        self._search.end()
         self._wake.set()
-        if tether is not None:
-            tether.wait_end(CLOSE_S)
+        last_words = tether.drain(wait_s) if tether is not None else []
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_S)
         with self._lock:
+            if tether is not None:
+                for message in last_words:
+                    self._core.on_message(message, tether.worker)
             self._lose()
-            for fd in self._pidfds.values():
-                os.close(fd)
-            self._pidfds.clear()
-            os.close(self._page_fd)
+            self._page.revoke(sorted(self._core.open_stores))
+            self._guarded(self._look_for_proof)
+            if self._core.awaited_workers():
+                _left_behind.add(self)
+            if not self._thread.is_alive():  # else it may be about to show it to a worker
+                self._drop_page_fd()
             self._marks.close()
 
     def __enter__(self) -> "RankClient":
@@ -297,20 +318,17 @@ class RankClient:
         self._look_for_proof()
 
     def _look_for_proof(self) -> None:
+        for worker in self._proofs.dead():
+            # The kernel delivers what was written before the death first: read it before judging.
+            if self._tether is not None and self._tether.worker == worker:
+                for message in self._tether.receive():
+                    self._core.on_message(message, worker)
+                self._lose()
+            self._core.dead(worker)
         awaited = self._core.awaited_workers()
-        for worker, fd in list(self._pidfds.items()):
-            poller = select.poll()
-            poller.register(fd, select.POLLIN)
-            is_dead = bool(poller.poll(0))
-            if is_dead:
-                # The kernel delivers what was written before the death first: read it before judging.
-                if self._tether is not None and self._tether.worker == worker:
-                    for message in self._tether.receive():
-                        self._core.on_message(message, worker)
-                    self._lose()
-                self._core.dead(worker)
-            if is_dead or (worker != self._core.worker and worker not in awaited):
-                os.close(self._pidfds.pop(worker))
+        self._proofs.keep(awaited | {self._core.worker})
+        if not awaited:
+            _left_behind.discard(self)
 
     def _lose(self) -> None:
         self._core.lost()
@@ -321,58 +339,24 @@ class RankClient:
 
     def _attach(self, timeout_s: float, *, is_idle: bool = False) -> float:
         """Try one worker; seconds until the next look. The same path at start and after each loss."""
-        if self._is_hopeless:
-            return REFUSED_RETRY_S
-        probing = self._memory.probing() if is_idle and self._memory.probing else nullcontext(())
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        found = self._search.attempt(timeout_s, is_idle=is_idle)
         with self._lock:
-            if self._closed:
-                sock.close()
-                return WATCH_S
-            self._attempt = sock
-        try:
-            return self._attach_over(sock, probing, timeout_s)
-        finally:
-            with self._lock:
-                self._attempt = None
-
-    def _attach_over(
-        self, sock: socket.socket, probing: AbstractContextManager[tuple[Probe, ...]], timeout_s: float
-    ) -> float:
-        try:
-            sock.settimeout(timeout_s)
-            sock.connect(self._path)
-        except OSError:
-            sock.close()
-            self._note(f"no worker at {self._path}: nothing is loaded or stored until there is one")
-            return self._next_retry()
-        try:
-            with probing as probes:
-                register = self._register.model_copy(update={"probes": probes})
-                tether, pidfd = attach(sock, register, (*self._memory.fds, self._page_fd), timeout_s)
-        except Exception as error:  # whatever it was, the engine goes on without
-            sock.close()
-            code = error.code if isinstance(error, KvferryError) else ""
-            self._is_hopeless = code in FOR_GOOD
-            tail = "; not tried again" if self._is_hopeless else ""
-            self._note(f"not attached: {error}{tail}", logging.WARNING)
-            return self._next_retry() if isinstance(error, OSError) or code in PASSING else REFUSED_RETRY_S
-        with self._lock:
+            if isinstance(found, Missed):
+                if found.text:
+                    self._note(found.text, found.level)
+                return found.wait_s
+            tether, pidfd = found
             if self._closed:
                 tether.close()
                 os.close(pidfd)
                 return WATCH_S
             self._tether = tether
-            self._pidfds[tether.worker] = pidfd
+            self._proofs.add(tether.worker, pidfd)
             self._core.attach(tether.worker)
-            self._retry_s = RETRY_S
+            self._guarded(self._send)
             how = f"; marks: {self._marks.mode} ({self._marks.why})" if self._marks.why else ""
             self._note(f"attached to worker {tether.pid} at {self._path}{how}")
         return WATCH_S
-
-    def _next_retry(self) -> float:
-        wait_s, self._retry_s = self._retry_s, min(self._retry_s * 2, RETRY_MAX_S)
-        return wait_s
 
     def _housekeep(self) -> float:
         """The own thread's turn; seconds until the next one."""

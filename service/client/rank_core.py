@@ -19,7 +19,9 @@ Where the device cannot write marks (`marks.py`, mode host) a begin waits in her
                          └──worker lost──▶ never sent, see above
 
 Each load ticket of a directive is reported exactly once, whatever happens. Stores need no word: one that
-is lost spoils a slot and never an engine, so a store that cannot be begun is dropped and counted.
+is lost spoils a slot and never an engine, so a store that cannot be begun is dropped and counted. A worker may have
+plans of what was not begun: it knew that it serves this rank before the rank did. So it is told, with the
+attachment, and keeps neither slots nor fences waiting for a begin.
 """
 
 from collections import deque
@@ -37,6 +39,8 @@ from kvferry.proto.tether import Begin, CancelTickets, Detach, Words
 DEFAULT_LOAD_TIMEOUT_NS: Final = 5_000_000_000
 # A repeat of a directive follows at once, if at all; an engine has far fewer loads in one step.
 REMEMBERED_LOADS: Final = 4096
+# Tickets not begun for want of a worker, to be told to the next: those of the moment of its attachment matter.
+REMEMBERED_UNBEGUN: Final = 1024
 
 
 @dataclass(slots=True)
@@ -72,6 +76,8 @@ class RankCore:
         self._store_ends: list[int] = []
         self._out: list[Message] = []
         self._held: deque[_Held] = deque()
+        self._unbegun: deque[int] = deque(maxlen=REMEMBERED_UNBEGUN)
+        self._declined: set[int] = set()  # told to the worker; nobody waits for its words on them
 
     # ---- the worker ----------------------------------------------------------------------------------
 
@@ -85,6 +91,9 @@ class RankCore:
         self.lost()
         self.worker = worker
         self.counters.attaches += 1
+        unbegun = list(self._unbegun)
+        self._unbegun.clear()
+        self._decline(unbegun)
 
     def lost(self) -> None:
         """The tether ended: a notice of the worker's death. Its loads stay open until there is proof."""
@@ -93,6 +102,7 @@ class RankCore:
         self.worker = 0
         self.counters.detaches += 1
         self._out.clear()
+        self._declined.clear()
         held, self._held = self._held, deque()
         for ticket in (ticket for begin in held for ticket in begin.tickets):
             if (load := self._loads.get(ticket)) is not None:
@@ -137,6 +147,8 @@ class RankCore:
                 self._end_load(ticket, _load_end(ticket, load.blocks, number, failed, wait_us, copy_us))
             elif self._stores.get(ticket) == worker:
                 self._end_store(ticket)
+            elif ticket in self._declined:
+                self._declined.discard(ticket)
             else:
                 self.counters.stale += 1
 
@@ -155,7 +167,7 @@ class RankCore:
         for ticket, blocks in directive.failed_loads:
             if self._is_new(ticket):
                 self._end_load(ticket, LoadEnd(ticket, False, blocks, Outcome.NOT_PLANNED))
-        begun = []
+        begun, unbegun = [], []
         for ticket, blocks in directive.loads:
             if not self._is_new(ticket):
                 continue
@@ -164,14 +176,16 @@ class RankCore:
                 begun.append(ticket)
             else:
                 self._end_load(ticket, LoadEnd(ticket, False, blocks, Outcome.NOT_BEGUN))
+                unbegun.append(ticket)
         self.counters.loads += len(begun)
         self._begin(begun, mark, hold)
+        self._decline(unbegun)
         self._cancel(directive.cancels)
 
     def begin_stores(self, directive: Directive, mark: int | None, hold: int = 0) -> None:
         """The blocks of this directive's stores may be read once the mark word reaches `mark`. As `begin_loads`."""
         revoked = set(directive.revokes)
-        begun = []
+        begun, unbegun = [], []
         for ticket in directive.stores:
             if ticket in self._stores or ticket in revoked:
                 continue
@@ -181,8 +195,10 @@ class RankCore:
             else:
                 self.counters.stores_dropped += 1
                 self._store_ends.append(ticket)
+                unbegun.append(ticket)
         self.counters.stores += len(begun)
         self._begin(begun, mark, hold)
+        self._decline(unbegun)
 
     @property
     def has_held(self) -> bool:
@@ -227,14 +243,15 @@ class RankCore:
         if self.worker:
             self._out.append(Detach())
 
-    def begun_stores(self, tickets: Sequence[int]) -> list[int]:
-        """Those of `tickets` that a worker may still be reading for."""
-        return [ticket for ticket in tickets if ticket in self._stores]
+    @property
+    def open_stores(self) -> frozenset[int]:
+        """Stores that a worker may still be reading for."""
+        return frozenset(self._stores)
 
     @property
-    def open_loads(self) -> int:
+    def open_loads(self) -> frozenset[int]:
         """Loads whose blocks still belong to a transfer."""
-        return len(self._loads)
+        return frozenset(self._loads)
 
     # ---- deeds ---------------------------------------------------------------------------------------
 
@@ -265,8 +282,19 @@ class RankCore:
             load.is_cancelled = True
             if load.worker == self.worker:
                 told.append(ticket)
-        for at in range(0, len(told), limits.MAX_JOBS):
-            self._out.append(CancelTickets(pack_u64(told[at : at + limits.MAX_JOBS])))
+        self._tell_cancelled(told)
+
+    def _decline(self, tickets: Sequence[int]) -> None:
+        """These are never begun here: whoever has plans of them need not wait."""
+        if self.worker:
+            self._declined.update(tickets)
+            self._tell_cancelled(tickets)
+        else:
+            self._unbegun.extend(tickets)
+
+    def _tell_cancelled(self, tickets: Sequence[int]) -> None:
+        for at in range(0, len(tickets), limits.MAX_JOBS):
+            self._out.append(CancelTickets(pack_u64(tickets[at : at + limits.MAX_JOBS])))
 
     def _end_load(self, ticket: int, end: LoadEnd) -> None:
         self._loads.pop(ticket, None)

@@ -66,18 +66,19 @@ class Tether:
             bodies += self._deframer.feed(data)
         return [unpack(body) for body in bodies]
 
-    def wait_end(self, timeout_s: float) -> bool:
-        """Wait until the worker closes its end; False at the timeout. For the orderly end only."""
+    def drain(self, timeout_s: float) -> list[Any]:
+        """What the worker still says until it closes its end, at most for so long. For the orderly end only."""
         until = time.monotonic() + timeout_s
+        messages: list[Any] = []
         while not self.ended and (left := until - time.monotonic()) > 0:
             try:
                 poller = select.poll()
                 poller.register(self._sock.fileno(), select.POLLIN)
                 poller.poll(left * 1000)
-                self.receive()
+                messages += self.receive()
             except (OSError, ValueError, RemoteProtocolError):
-                return True
-        return self.ended
+                break
+        return messages
 
     def close(self) -> None:
         """Drop it; idempotent."""

@@ -17,7 +17,7 @@ from kvferry.client.cuda_memory import export_cuda
 from kvferry.client.marks import Mark
 from kvferry.cuda.driver import CudaError
 from kvferry.proto.page import PageWriter
-from kvferry.proto.tether import Begin, MarkMode
+from kvferry.proto.tether import Begin, CancelTickets, MarkMode
 from tests.client.fake_gpu import FakeEngine, GpuTensor
 from tests.client.fakes import numbers_of
 from tests.client.test_rank_shell import ONE_LOAD, Dock, attached, until
@@ -280,7 +280,8 @@ def test_a_driver_that_fails_in_the_middle_costs_misses_and_no_exception(
         rank.begin_loads(ONE_LOAD)
         rank.begin_stores(Directive(1, stores=(5,)))
         report = rank.poll()
-        assert not report.loads[0].ok and report.stores == (5,) and not worker.has_news()
+        assert not report.loads[0].ok and report.stores == (5,)
+        assert [worker.read(CancelTickets) for _ in range(2)], "nothing is begun, and its plans need not wait"
 
 
 def test_without_a_sidecar_the_page_is_given_back_too(tmp_path: Path, engine: FakeEngine) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.client.rank_core import RankCore
+from kvferry.client.rank_core import REMEMBERED_UNBEGUN, RankCore
 from kvferry.client.types import Directive, LoadEnd
 from kvferry.proto.codec import pack, unpack
 from kvferry.proto.columns import pack_u8, pack_u32, pack_u64
@@ -32,6 +32,13 @@ def words(*said: tuple[int, Outcome, tuple[int, ...]], kind: Kind = Kind.LOAD) -
     return unpack(pack(message))
 
 
+def cancelled(core: RankCore) -> list[int]:
+    """Tickets that the worker is told not to wait for, and nothing else is said."""
+    messages = core.outgoing()
+    assert all(isinstance(message, CancelTickets) for message in messages), messages
+    return [ticket for message in messages for ticket in numbers_of(message.tickets)]
+
+
 def attached(worker: int = 7) -> RankCore:
     core = RankCore(5 * S)
     core.attach(worker)
@@ -46,7 +53,7 @@ def test_a_load_is_begun_with_its_mark_and_ends_with_the_word() -> None:
     assert core.poll().loads == ()
     core.on_message(words((1, Outcome.OK, ())), 7)
     assert core.poll().loads == (LoadEnd(1, True),)
-    assert core.poll().loads == () and core.open_loads == 0
+    assert core.poll().loads == () and core.open_loads == set()
 
 
 def test_a_failed_load_names_its_failed_blocks() -> None:
@@ -112,7 +119,7 @@ def test_a_deadline_cancels_once_and_goes_on_waiting() -> None:
     (cancel,) = core.outgoing()
     assert isinstance(cancel, CancelTickets) and numbers_of(cancel.tickets) == [1]
     core.tick(500 * S)
-    assert core.outgoing() == [] and core.poll().loads == () and core.open_loads == 1
+    assert core.outgoing() == [] and core.poll().loads == () and core.open_loads == {1}
     assert core.next_due_ns() is None
     core.on_message(words((1, Outcome.CANCELLED, (10, 11))), 7)
     assert core.poll().loads == (LoadEnd(1, False, (10, 11), Outcome.CANCELLED),)
@@ -272,4 +279,36 @@ def test_without_a_mark_loads_fail_at_once_and_stores_are_dropped() -> None:
     core.begin_stores(Directive(1, stores=(5,)), None)
     report = core.poll()
     assert report.loads == (LoadEnd(1, False, (10, 11), Outcome.NOT_BEGUN),) and report.stores == (5,)
-    assert core.outgoing() == [] and core.counters.stores_dropped == 1
+    assert cancelled(core) == [1, 5] and core.counters.stores_dropped == 1
+
+
+# ---- what is not begun --------------------------------------------------------------------------------------
+
+
+def test_what_was_asked_for_before_the_rank_knew_its_worker_is_given_up_there_with_the_attachment() -> None:
+    """The worker may have been planned for it already, and would keep its slots and fences waiting for a begin."""
+    core = RankCore(5 * S)
+    core.begin_loads(ONE_LOAD, 1, 0)
+    core.begin_stores(Directive(1, stores=(5, 6)), 2)
+    core.poll()
+    core.attach(7)
+    assert cancelled(core) == [1, 5, 6]
+    core.on_message(words((1, Outcome.CANCELLED, ()), (5, Outcome.CANCELLED, ()), (6, Outcome.CANCELLED, ())), 7)
+    assert not core.poll() and core.counters.stale == 0, "its word is due and changes nothing"
+    core.attach(8)
+    assert cancelled(core) == [], "said once"
+
+
+def test_loads_that_the_daemon_never_heard_of_are_given_up_nowhere() -> None:
+    core = RankCore()
+    core.begin_loads(Directive(1, failed_loads=((4, (2, 3)),)), 0, 0)
+    core.attach(7)
+    assert cancelled(core) == []
+
+
+def test_of_a_long_time_without_a_worker_only_the_latest_is_told_to_the_next() -> None:
+    core = RankCore()
+    for ticket in range(1, REMEMBERED_UNBEGUN + 11):
+        core.begin_stores(Directive(ticket, stores=(ticket,)), 1)
+    core.attach(7)
+    assert cancelled(core) == list(range(11, REMEMBERED_UNBEGUN + 11))

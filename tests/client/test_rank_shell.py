@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from kvferry import Directive, KVMemory, LoadEnd, Outcome, RankClient, from_arrays, shared_array
+from kvferry.client.rank import _left_behind
 from kvferry.client.types import ArgumentError
 from kvferry.proto.codec import unpack
 from kvferry.proto.columns import pack_u8, pack_u32, pack_u64
@@ -329,7 +330,7 @@ def test_memory_that_is_not_the_engines_own_is_shown_to_nobody_again(
     dock: Dock, tmp_path: Path, memory: KVMemory, monkeypatch: pytest.MonkeyPatch, code: str, comes_again: bool
 ) -> None:
     """Case 71: later attachments prove nothing, so a second one would be served with wrong bytes."""
-    monkeypatch.setattr("kvferry.client.rank.REFUSED_RETRY_S", 0.01)
+    monkeypatch.setattr("kvferry.client.search.REFUSED_RETRY_S", 0.01)
 
     def refuse() -> None:
         worker = dock.worker()
@@ -412,6 +413,28 @@ def test_probes_are_written_for_the_first_attachment_only_and_restored(
         dock.workers[1].sock.close()
 
 
+def test_probes_are_written_before_the_rank_knocks_and_not_where_nothing_listens(
+    dock: Dock, tmp_path: Path, memory: KVMemory
+) -> None:
+    """The first work of a GPU may take longer than a worker's door waits for who says nothing."""
+    log: list[str] = []
+    thread = threading.Thread(target=lambda: dock.worker().register())
+
+    @contextmanager
+    def probing() -> Iterator[tuple[Probe, ...]]:
+        log.append("knocked" if select.select([dock.listener], [], [], 0)[0] else "written")
+        thread.start()
+        yield (Probe(handle=0, offset=0, expect=b"x" * 64),)
+
+    probed = KVMemory(memory.layout, memory.fds, probing)
+    with RankClient("e", 0, world_size=1, memory=probed, run_dir=tmp_path / "nobody", start=False) as rank:
+        assert not rank.attached and log == []
+    with RankClient("e", 0, world_size=1, memory=probed, run_dir=tmp_path, start=False) as rank:
+        thread.join()
+        assert rank.attached and log == ["written"] and len(dock.workers[0].asked.probes) == 1
+        dock.workers[0].sock.close()
+
+
 def test_closing_detaches_and_waits_for_the_worker_at_most_a_second(
     dock: Dock, tmp_path: Path, memory: KVMemory
 ) -> None:
@@ -433,6 +456,86 @@ def test_closing_beside_a_silent_worker_ends_within_bounds(dock: Dock, tmp_path:
         assert time.monotonic() - begin < 2.5
         rank.begin_loads(ONE_LOAD)
         assert [end.ok for end in rank.poll().loads] == [False]
+
+
+def test_a_load_open_at_close_ends_with_the_workers_death_and_not_before(
+    dock: Dock, tmp_path: Path, memory: KVMemory
+) -> None:
+    """Cases 10, 21: a worker that hangs may write on, whoever has stopped listening to it."""
+    with attached(dock, tmp_path, memory) as (rank, worker):
+        rank.begin_loads(ONE_LOAD)
+        rank.close(wait_s=0.05)
+        for _ in range(20):
+            assert rank.poll().loads == ()
+        assert rank.open_loads == {1} and not rank.attached
+        worker.die()
+        assert until(lambda: rank.poll().loads) == (LoadEnd(1, False, (10, 11), Outcome.WORKER_DIED),)
+        assert rank.open_loads == set() and rank.poll().loads == ()
+
+
+def test_a_word_said_before_the_worker_left_counts_at_close(dock: Dock, tmp_path: Path, memory: KVMemory) -> None:
+    with attached(dock, tmp_path, memory, start=False) as (rank, worker):
+        rank.begin_loads(ONE_LOAD)
+        worker.word(1)
+        worker.sock.close()
+        rank.close()
+        assert rank.poll().loads == (LoadEnd(1, True),)
+
+
+def test_a_store_open_at_close_is_revoked_and_one_that_has_ended_is_not(
+    dock: Dock, tmp_path: Path, memory: KVMemory
+) -> None:
+    """Law 2: the memory of an engine that has closed may mean something else, and its worker may not know it yet."""
+    with attached(dock, tmp_path, memory) as (rank, worker):
+        page = worker.page()
+        rank.begin_stores(Directive(1, stores=(5, 6)))
+        worker.word(5)
+        until(lambda: rank.poll().stores)
+        rank.close(wait_s=0)
+        assert page.revoked([5, 6]) == {6}
+
+
+def test_memory_that_a_worker_may_still_touch_outlives_a_closed_client(
+    dock: Dock, tmp_path: Path, memory: KVMemory
+) -> None:
+    """Law 1: what is freed is given to somebody else."""
+    with attached(dock, tmp_path, memory) as (rank, worker):
+        rank.begin_loads(ONE_LOAD)
+        rank.close(wait_s=0)
+        assert rank in _left_behind, "which keeps the memory too"
+        worker.die()
+        until(rank.poll)
+        assert rank not in _left_behind
+
+
+def test_waiting_ends_with_the_death_of_a_worker_whose_tether_is_gone(
+    dock: Dock, tmp_path: Path, memory: KVMemory
+) -> None:
+    """An idle step would otherwise spin until the proof comes."""
+    with attached(dock, tmp_path, memory) as (rank, worker):
+        rank.begin_loads(ONE_LOAD)
+        rank.close(wait_s=0)
+        killer = threading.Timer(0.1, worker.process.kill)
+        killer.start()
+        begin = time.monotonic()
+        rank.wait(20)
+        assert time.monotonic() - begin < 10
+        killer.join()
+        assert until(lambda: rank.poll().loads)[0].outcome is Outcome.WORKER_DIED
+
+
+def test_a_worker_hears_at_once_what_was_not_begun_before_its_verdict_came(
+    dock: Dock, tmp_path: Path, memory: KVMemory
+) -> None:
+    with RankClient("e", 0, world_size=1, memory=memory, run_dir=tmp_path, attach_timeout_s=0.01, start=False) as rank:
+        dock.worker().close()
+        rank.begin_stores(Directive(1, stores=(5,)))
+        thread = threading.Thread(target=lambda: dock.worker().register(8))
+        thread.start()
+        rank._attach(5.0)
+        thread.join()
+        assert numbers_of(dock.workers[1].read(CancelTickets).tickets) == [5]
+        dock.workers[1].sock.close()
 
 
 def test_nothing_is_left_open(tmp_path: Path, memory: KVMemory) -> None:

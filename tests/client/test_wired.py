@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.proto.outcome import Kind, Outcome, Reason
-from tests.client.wired import Wired
+from tests.client.wired import WORKER_ID, Wired
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def wired() -> Iterator[Wired]:
         made.client.finish(name, made.now_ns)
     made.step().later(60_000).run()
     assert not any(made.daemon.at_rest().values()), made.daemon.at_rest()
-    assert made.worker.at_rest() and made.rank.open_loads == 0
+    assert made.worker.at_rest() and not made.rank.open_loads
     gauges = made.client.describe()
     assert not any(gauges[name] for name in ("requests", "lookups", "leases", "stores_open", "loads_open"))
 
@@ -219,3 +219,33 @@ def test_more_keys_than_the_pool_has_are_refused_by_reason_and_the_first_are_kep
     assert (end.accepted, end.reason) == (8, Reason.NEVER_FITS)
     assert wired.hits("b", list(range(1, 13))) == 8
     assert wired.client.counters.refused == {"NEVER_FITS": 4}
+
+
+def test_a_store_of_the_moment_before_the_rank_hears_of_its_worker_ends_with_the_attachment(wired: Wired) -> None:
+    """Else its slot and its fence would wait for the worker's bound, ten seconds."""
+    wired.rank.lost()
+    ticket = wired.store("a", [1], [7])
+    wired.step()
+    assert wired.daemon.status()["fences"] == 1
+    wired.rank.attach(WORKER_ID)
+    wired.run()
+    assert wired.end_of(ticket).outcome is Outcome.CANCELLED
+    assert wired.daemon.status()["fences"] == 0 and wired.worker.at_rest()
+    assert wired.rank.counters.stale == 0
+    again = wired.store("a", [1], [7])
+    wired.step()
+    assert wired.end_of(again).outcome is Outcome.OK
+
+
+def test_a_load_of_that_moment_fails_at_the_rank_and_holds_its_pins_no_longer(wired: Wired) -> None:
+    wired.store("a", [1], [7])
+    wired.step()
+    assert wired.hits("b", [1]) == 1
+    wired.rank.lost()
+    load = wired.load("b", [1], [20])
+    wired.step()
+    assert [(end.ticket, end.outcome) for end in wired.load_ends] == [(load, Outcome.NOT_BEGUN)]
+    wired.rank.attach(WORKER_ID)
+    wired.run()
+    assert wired.memory[20] == 0 and wired.worker.at_rest()
+    assert wired.daemon.status()["jobs"]["loads"] == 0
