@@ -3,8 +3,9 @@
     revoke ──▶ begin_loads ──▶ (forward) ──▶ begin_stores ──▶ finished, failed_blocks
 
 Each load of each step is reported as finished exactly once, whatever happens: a second time would end the
-engine, none would leave its request waiting for ever. Nothing here waits but a step that has nothing to
-compute, and that for milliseconds.
+engine, none would leave its request waiting for ever. What may still be written is never reported: a load that the
+rank client holds open ends by its worker's word or proven death and by nothing else, in here too. Nothing waits but
+a step that has nothing to compute, and that for milliseconds.
 """
 
 import time
@@ -15,8 +16,8 @@ from typing import Final, Protocol
 from kvferry.client.types import Directive, RankReport
 from kvferry.vllm.work import LoadTimes, RankWords, StepWork
 
-# After a failure of our own the rank client still owes its words; one that gives none for this long is
-# closed (its worker leaves within a second), and what is left is failed.
+# After a failure of our own this rank serves on until no load is open, and no longer than this: then its worker is
+# asked to go, which ends what that still copies.
 LAST_WORD_NS: Final = 10_000_000_000
 # While loads are all there is to do, vLLM runs a thousand empty steps a second, and its ranks spin between them:
 # on a machine with few cores that starves the very copies they wait for. So a rank sleeps in such a step until
@@ -39,10 +40,12 @@ class RankClientLike(Protocol):
     def begin_stores(self, directive: Directive) -> None: ...
     def wait(self, timeout_s: float) -> None: ...
     def poll(self) -> RankReport: ...
-    def close(self) -> None: ...
+    def close(self, wait_s: float = ...) -> None: ...
 
     @property
     def holding(self) -> bool: ...
+    @property
+    def open_loads(self) -> frozenset[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class RankHalf:
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._times: dict[str, LoadTimes] = {}
+        self._unbegun: tuple[int, ...] = ()  # stores of this step, until its forward is launched
         self._broken_ns: int | None = None
         self._is_idle_step = self._is_waiting_step = self._was_holding = False
         self._idle_since_ns: int | None = None  # start of the present row of idle steps
@@ -91,32 +95,40 @@ class RankHalf:
         self._stepped_ns = now
         for ticket, blocks in (*work.directive.loads, *work.directive.failed_loads):
             self._loading[ticket] = _Loading(work.names[ticket], blocks, now)
-        if not work.directive:
-            return
         if self._client is None:
             self._fail_all()
-        else:
+            return
+        if self._unbegun:
+            late = Directive(work.directive.step, stores=self._unbegun, revokes=work.directive.revokes)
+            self._client.begin_stores(late)
+        if work.directive:
             self._client.begin_loads(work.directive)
+        self._unbegun = work.directive.stores
 
     def begin_stores(self, work: StepWork) -> None:
-        """After the forward was launched."""
+        """After the forward was launched.
+
+        An engine that speculates comes to it late, after `finished` and `words` of its step; stages of a pipeline
+        before the last do not come to it at all. Then they begin with the next step, and one is asked for.
+        """
+        self._unbegun = ()
         if self._client is not None and work.directive:
             self._client.begin_stores(work.directive)
 
     def finished(self) -> set[str]:
         """Requests whose load is over at this rank, each once. Its invalid blocks are in `failed_blocks` now."""
-        if self._client is not None and self._loading:
-            self._hear(self._client.poll())
-            if self._is_idle_step and not self._finished:
-                self._client.wait(self._pause_s(IDLE_WAIT_S))
-                self._hear(self._client.poll())
-            if self._broken_ns is not None and self._now_ns() > self._broken_ns + LAST_WORD_NS:
-                self._client.close()
-                self._fail_all()
-        elif self._client is not None:
-            if self._is_waiting_step:
-                time.sleep(self._pause_s(IDLE_SLEEP_S))
-            self._client.poll()  # words on stores; nobody waits for them
+        if self._client is not None:
+            if self._loading:
+                self._hear(self._client)
+                if self._is_idle_step and not self._finished:
+                    self._client.wait(self._pause_s(IDLE_WAIT_S))
+                    self._hear(self._client)
+            else:
+                if self._is_waiting_step:
+                    time.sleep(self._pause_s(IDLE_SLEEP_S))
+                self._client.poll()  # words on stores; nobody waits for them
+            if self._broken_ns is not None and (not self._loading or self._now_ns() > self._broken_ns + LAST_WORD_NS):
+                self._client.close(wait_s=0)
         finished, self._finished = self._finished, set()
         return finished
 
@@ -128,23 +140,24 @@ class RankHalf:
     def words(self) -> RankWords | None:
         """How long the loads took that ended since the last call; whether begins are held back, or no more."""
         times, self._times = self._times, {}
-        is_holding = self._client is not None and self._client.holding
+        is_holding = self._client is not None and (self._client.holding or bool(self._unbegun))
         was_holding, self._was_holding = self._was_holding, is_holding
         return RankWords(times, is_holding) if times or is_holding or was_holding else None
 
     def switch_off(self) -> None:
-        """Something went wrong in here. Loads that run keep their words; they get a last deadline."""
+        """Something went wrong in here: serve no longer than for the loads that run, see LAST_WORD_NS."""
         if self._broken_ns is None:
             self._broken_ns = self._now_ns()
 
     def close(self) -> None:
-        """The engine ends."""
+        """The engine ends. A worker that hangs may write on, into memory that it keeps mapped by itself."""
         if self._client is not None:
             self._client.close()
 
-    def _hear(self, report: RankReport) -> None:
+    def _hear(self, client: RankClientLike) -> None:
         now = self._now_ns()
-        for end in report.loads:
+        open_loads = client.open_loads  # before the report: what ends between the two is in it
+        for end in client.poll().loads:
             loading = self._loading.pop(end.ticket, None)
             if loading is None:
                 continue
@@ -152,6 +165,11 @@ class RankHalf:
                 self._failed_blocks.update(end.failed_blocks or loading.blocks)
             self._finished.add(loading.name)
             self._times[loading.name] = LoadTimes(end.wait_us, end.copy_us, (now - loading.since_ns) // 1000)
+        if self._broken_ns is not None:
+            # Lost in the failure, between the engine's orders and the client: no worker was told to write these.
+            for ticket in self._loading.keys() - open_loads:
+                loading = self._loading.pop(ticket)
+                self._fail(loading.name, loading.blocks)
 
     def _pause_s(self, least: float) -> float:
         waited_s = (self._now_ns() - self._idle_since_ns) / 1e9 if self._idle_since_ns is not None else 0.0

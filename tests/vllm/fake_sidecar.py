@@ -224,7 +224,12 @@ class FakeRankClient:
         words, self.shared.words[self.rank] = tuple(self.shared.words[self.rank]), []
         return RankReport(loads=words)
 
-    def close(self) -> None:
+    @property
+    def open_loads(self) -> frozenset[int]:
+        jobs = self.shared.jobs.items()
+        return frozenset(t for t, job in jobs if job.kind is Kind.LOAD and self.rank in job.begun & job.waiting)
+
+    def close(self, wait_s: float = 1.0) -> None:
         self.closed = True
 
 
@@ -250,6 +255,10 @@ class HoldingRankClient(FakeRankClient):
     def begin_stores(self, directive: Directive) -> None:
         self.held += [ticket for ticket in directive.stores if ticket in self.shared.jobs]
         self.holding = bool(self.held)
+
+    @property
+    def open_loads(self) -> frozenset[int]:
+        return super().open_loads | (set(self.held) & {t for t, j in self.shared.jobs.items() if j.kind is Kind.LOAD})
 
     def poll(self) -> RankReport:
         passed = self.shared.rng.randrange(len(self.held) + 1)

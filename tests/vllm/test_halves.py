@@ -1,16 +1,15 @@
-"""The connector's two halves without vLLM: requests are plain values, the sidecar is a fake. Runs everywhere."""
+"""The connector's scheduler half without vLLM: requests are plain values, the sidecar is a fake. Runs everywhere."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from fake_sidecar import FakeClient, FakeRankClient, FakeSidecar
+from fake_sidecar import FakeClient, FakeSidecar
 
-from kvferry.client.types import Directive, Hits, JobEnd, LoadEnd, RankReport
+from kvferry.client.types import Hits, JobEnd
 from kvferry.proto.outcome import Kind, Next, Outcome, Reason
 from kvferry.vllm.guard import guarded
-from kvferry.vllm.rank import IDLE_MOST_S, IDLE_WAIT_S, LAST_WORD_NS, RankHalf
 from kvferry.vllm.scheduler import HOLDING_NS, PIN_NS, SchedulerHalf
-from kvferry.vllm.work import LoadTimes, RankWords, StepWork
+from kvferry.vllm.work import StepWork
 
 BLOCK = 4
 
@@ -343,76 +342,6 @@ def test_after_a_failure_of_its_own_it_offers_and_stores_nothing_but_serves_what
     assert list(lab.client.told.values()) == [False]
 
 
-class Ranks(FakeRankClient):
-    """A rank client whose words the test gives."""
-
-    def __init__(self) -> None:
-        super().__init__(FakeSidecar(0), 0)
-        self.report = RankReport()
-
-    def begin_loads(self, directive: Directive) -> None:
-        pass
-
-    def poll(self) -> RankReport:
-        report, self.report = self.report, RankReport()
-        return report
-
-
-def work(*loads: tuple[int, str, tuple[int, ...]]) -> StepWork:
-    return StepWork(Directive(1, tuple((t, blocks) for t, _, blocks in loads)), {t: name for t, name, _ in loads})
-
-
-def test_a_rank_names_each_load_once_with_its_bad_blocks_in_the_same_breath() -> None:
-    """Case 5: a load that filled not all of its blocks is never taken for a good one."""
-    client = Ranks()
-    half = RankHalf(client)
-    half.begin_loads(work((1, "a", (5, 6)), (2, "b", (7, 8))))
-    assert half.finished() == set()
-    client.report = RankReport(loads=(LoadEnd(1, True), LoadEnd(2, False, (8,)), LoadEnd(9, False, (3,))))
-    assert half.finished() == {"a", "b"}
-    assert half.failed_blocks() == {8}
-    assert (half.finished(), half.failed_blocks()) == (set(), set())
-
-
-def test_a_rank_without_a_client_fails_all_loads_at_once() -> None:
-    half = RankHalf(None)
-    half.begin_loads(work((1, "a", (5, 6))))
-    half.begin_loads(StepWork(Directive(0), {}, {"b": (9,)}))
-    assert half.finished() == {"a", "b"}
-    assert half.failed_blocks() == {5, 6, 9}
-
-
-def test_a_rank_that_failed_itself_gives_its_loads_a_last_deadline() -> None:
-    client, clock = Ranks(), [0]
-    half = RankHalf(client, now_ns=lambda: clock[0])
-    half.begin_loads(work((1, "a", (5, 6))))
-    half.switch_off()
-    assert half.finished() == set()
-    clock[0] = LAST_WORD_NS + 1
-    assert half.finished() == {"a"}
-    assert client.closed and half.failed_blocks() == {5, 6}
-
-
-def test_the_times_of_two_ranks_are_the_slower_ones() -> None:
-    one, two = RankWords({"a": LoadTimes(1, 9, 10)}), RankWords({"a": LoadTimes(5, 2, 11), "b": LoadTimes(1, 1, 1)})
-    assert one.aggregate(two).times == {"a": LoadTimes(5, 9, 11), "b": LoadTimes(1, 1, 1)}
-
-
-def test_a_rank_says_while_it_holds_begins_back_and_once_that_it_does_no_more() -> None:
-    client = Ranks()
-    half = RankHalf(client)
-    assert half.words() is None
-    client.holding = True
-    for _ in range(2):
-        said = half.words()
-        assert said is not None and said.is_holding
-    client.holding = False
-    said = half.words()
-    assert said is not None and not said.is_holding
-    assert half.words() is None
-    assert RankWords(is_holding=True).aggregate(RankWords()).is_holding, "one rank of many is enough"
-
-
 def test_no_exception_gets_out_of_a_guarded_method() -> None:
     class Hook:
         failures: list[str] = []
@@ -434,24 +363,6 @@ def test_no_exception_gets_out_of_a_guarded_method() -> None:
     assert [line.split(":")[0] for line in hook.failures] == ["ask", "worse", "worse, on its way out"]
 
 
-def test_a_rank_sleeps_only_in_steps_that_compute_nothing() -> None:
-    """Steps that only wait for loads would otherwise take the processor from the copies they wait for."""
-    client = Ranks()
-    waits: list[float] = []
-    client.wait = waits.append  # type: ignore[method-assign]
-    half = RankHalf(client)
-    half.begin_loads(work((1, "a", (5,))))
-    assert half.finished() == set()
-    assert waits == []
-    half.begin_loads(StepWork(Directive(2), is_idle=True))
-    half.finished()
-    assert waits == [IDLE_WAIT_S]
-    client.report = RankReport(loads=(LoadEnd(1, True),))
-    half.begin_loads(StepWork(Directive(3), is_idle=True))
-    assert half.finished() == {"a"}
-    assert len(waits) == 1
-
-
 def test_a_rank_whose_load_is_over_sleeps_on_while_another_ranks_is_not() -> None:
     """It would spin between empty steps otherwise, and starve the copy that the other rank waits for."""
     lab, request = Lab(), Asked("a", 9)
@@ -466,41 +377,6 @@ def test_a_rank_whose_load_is_over_sleeps_on_while_another_ranks_is_not() -> Non
     assert (between.is_idle, between.is_waiting) == (True, True)
     lab.half.heard({"a"}, (), {})
     assert not lab.step().is_waiting
-
-
-def test_the_longer_it_takes_the_longer_a_rank_sleeps_and_never_longer_than_a_frame() -> None:
-    client = Ranks()
-    waits: list[float] = []
-    client.wait = waits.append  # type: ignore[method-assign]
-    clock = iter(range(0, 10**12, 16 * 10**6))  # each look at the clock comes 16 ms after the one before
-    half = RankHalf(client, lambda: next(clock))
-    half.begin_loads(work((1, "a", (5,))))
-    for step in range(2, 12):
-        half.begin_loads(StepWork(Directive(step), is_idle=True))
-        half.finished()
-    assert waits[0] == IDLE_WAIT_S
-    assert waits == sorted(waits)
-    assert waits[-1] == IDLE_MOST_S
-    half.begin_loads(work((2, "b", (6,))))
-    half.begin_loads(StepWork(Directive(12), is_idle=True))
-    half.finished()
-    assert waits[-1] == IDLE_WAIT_S, "a step that computes begins a new row"
-
-
-def test_a_quiet_time_between_two_idle_steps_is_no_waiting() -> None:
-    """The first step after minutes without a request would sleep its longest otherwise."""
-    client = Ranks()
-    waits: list[float] = []
-    client.wait = waits.append  # type: ignore[method-assign]
-    now = [0]
-    half = RankHalf(client, lambda: now[0])
-    half.begin_loads(work((1, "a", (5,))))
-    half.begin_loads(StepWork(Directive(2), is_idle=True))
-    half.finished()
-    now[0] += 600 * 10**9
-    half.begin_loads(StepWork(Directive(3), is_idle=True))
-    half.finished()
-    assert waits == [IDLE_WAIT_S, IDLE_WAIT_S]
 
 
 def test_a_step_says_whether_it_is_idle_and_whether_it_waits_for_an_answer() -> None:

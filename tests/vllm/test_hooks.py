@@ -34,6 +34,7 @@ class Recorder:
     within: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
     holding: bool = False
+    open_loads: frozenset[int] = frozenset()
 
     def _note(self, name: str) -> None:
         self.calls.append((self.within, name))
@@ -54,7 +55,7 @@ class Recorder:
         self._note("poll")
         return RankReport()
 
-    def close(self) -> None:
+    def close(self, wait_s: float = 1.0) -> None:
         self._note("close")
 
 
