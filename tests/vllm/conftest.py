@@ -1,7 +1,7 @@
 """Tests of the vLLM connector. Those marked `vllm` need vLLM's own environment: `make test-vllm`.
 
 Elsewhere they are collected and skipped, and vLLM is imported by none of these modules on import. The halves'
-own tests (test_halves.py, test_options.py, test_fingerprint.py) need no vLLM and run everywhere.
+own tests (test_halves.py, test_rank_half.py, test_settings.py) need no vLLM and run everywhere.
 """
 
 import importlib.util
