@@ -12,6 +12,7 @@ Everything here reads vLLM's configuration by name and imports nothing of vLLM.
 """
 
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -68,16 +69,26 @@ def is_reproducible(algorithm: str) -> bool:
 def weights_stamp(model: str, vllm_config: Any) -> str:
     """Tells one version of the weights from another: names, sizes and times of a local model's files.
 
-    A model by name is told apart by its revision. Dummy weights are made of the seed.
+    A model by name is told apart by its commit, since a branch moves. Dummy weights are made of the seed.
     """
     load = vllm_config.load_config
     if str(load.load_format) == "dummy":
         return f"dummy seed {vllm_config.model_config.seed}"
     folder = Path(model)
     if not folder.is_dir():
-        return ""
+        return _hub_commit(model, vllm_config.model_config.revision)
     found = sorted({path for pattern in WEIGHT_FILES for path in folder.glob(pattern)})
     return _digest([(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in _stats(found)])
+
+
+def _hub_commit(model: str, revision: str | None) -> str:
+    """The commit that the hub's cache on this machine has of a model that the engine has just loaded; "" if none."""
+    try:
+        hub = importlib.import_module("huggingface_hub")
+        found = hub.try_to_load_from_cache(model, "config.json", revision=revision)
+    except (ImportError, ValueError):  # no hub here, or no name that it could have
+        return ""
+    return Path(found).parent.name if isinstance(found, str) else ""
 
 
 def _stats(paths: list[Path]) -> Iterator[tuple[Path, os.stat_result]]:

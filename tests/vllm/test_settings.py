@@ -117,6 +117,24 @@ def test_new_weights_in_the_same_place_are_another_model(tmp_path: Path) -> None
     assert facts(folder=tmp_path) != before
 
 
+@pytest.mark.vllm
+def test_a_branch_of_the_hub_that_has_moved_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 70: by the commit that the hub's cache has, as the engine loaded it."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert facts()["weights"] == "", "not in the cache"
+    cache = tmp_path / "models--org--model"
+    for commit in ("a" * 40, "b" * 40):
+        (cache / "snapshots" / commit).mkdir(parents=True)
+        (cache / "snapshots" / commit / "config.json").write_text("{}")
+        (cache / "refs").mkdir(exist_ok=True)
+        (cache / "refs" / "main").write_text(commit)
+        assert facts()["weights"] == commit
+    assert facts(model_config__revision="a" * 40)["weights"] == "a" * 40
+    assert facts(folder="s3://bucket/model")["weights"] == ""
+
+
 def test_hashes_that_differ_in_every_process_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 62."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
