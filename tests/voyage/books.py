@@ -160,7 +160,6 @@ class Books:
             for name in job.names:
                 self.pending.pop(name, None)
         words = job.reports.values()
-        self._check_cause(job, outcome)
         if outcome == Outcome.OK:
             self.ended_ok += 1
             if job.reports.keys() != job.expected or any(word != Outcome.OK for word in words):
@@ -171,15 +170,6 @@ class Books:
             self.ended_badly += 1
             if job.kind == Kind.LOAD and not job.copies_over:
                 raise Broken(f"I4: load {number:x} ended {outcome.name} before all ranks spoke: {job.reports}")
-
-    @staticmethod
-    def _check_cause(job: Job, outcome: Outcome) -> None:
-        """A death is a cause for the jobs of the dead alone."""
-        what = f"{job.kind.name.lower()} {job.job:x} of {job.engine.name} ended {outcome.name}"
-        if outcome == Outcome.ENGINE_GONE and not job.engine.closed and outcome not in job.reports.values():
-            raise Broken(f"I7: {what}, and that engine lives")
-        if outcome == Outcome.WORKER_DIED and not job.gone:
-            raise Broken(f"I7: {what}, and its workers {[f'{worker:x}' for worker in job.expected]} live")
 
     def _publish(self, job: Job) -> None:
         if job.wish.voided:

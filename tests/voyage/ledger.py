@@ -34,7 +34,7 @@ from kvferry.proto.control import (
 )
 from kvferry.proto.hot import Done, JobsEnded, Lookup, LookupAnswer, Plan, Step, StepAnswer
 from kvferry.proto.outcome import Kind, Outcome
-from kvferry.scheduler_daemon.core.api import CloseLink, KeepEpochs, LinkLost, Received, Send, WorkersListed
+from kvferry.scheduler_daemon.core.api import CloseLink, KeepEpochs, KillWorker, LinkLost, Received, Send, WorkersListed
 from kvferry.scheduler_daemon.core.namespaces import ALL
 
 from .answers import check_answer, check_hits
@@ -60,6 +60,7 @@ class Ledger(Books):
         self._engines: dict[int, Engine] = {}
         self._seats: dict[str, dict[int, int]] = {}  # engine -> rank -> worker that is attached
         self._links: dict[int, tuple[int, str, int]] = {}  # link -> (worker, engine, rank), asked for
+        self._doomed: set[int] = set()  # workers that the daemon has wanted dead
 
     # ---- boots of the daemon ------------------------------------------------------------------------
 
@@ -131,6 +132,8 @@ class Ledger(Books):
         for action in actions:
             if isinstance(action, CloseLink) and not (isinstance(event, Received) and event.link == action.link):
                 raise Broken(f"I7: link {action.link:x} is closed, and another one brought {event}")
+            if isinstance(action, KillWorker):
+                self._doomed.add(action.worker)
         said = [action for action in actions if isinstance(action, Send)]
         self.just_ended = any(isinstance(action.message, JobsEnded) for action in said)
         self.evicted.clear()
@@ -242,6 +245,7 @@ class Ledger(Books):
             check_answer(self, self._engines[link], message)
         elif isinstance(message, JobsEnded):
             for number, outcome in zip(u64(message.jobs).tolist(), u8(message.outcomes).tolist(), strict=True):
+                self._check_cause(self.jobs.get(number), Outcome(outcome))
                 self.end(number, Outcome(outcome))
         elif isinstance(message, LookupAnswer):
             check_hits(self, self._engines[link], message)
@@ -253,6 +257,18 @@ class Ledger(Books):
             self._links.pop(link, None)
         elif isinstance(message, ResetAnswer):
             self._reset(message.epochs)
+
+    def _check_cause(self, job: Job | None, outcome: Outcome) -> None:
+        """A death is a cause for the jobs of the dead alone."""
+        if job is None:
+            return
+        what = f"{job.kind.name.lower()} {job.job:x} of {job.engine.name} ended {outcome.name}"
+        if outcome == Outcome.ENGINE_GONE and not job.engine.closed and outcome not in job.reports.values():
+            raise Broken(f"I7: {what}, and that engine lives")
+        if outcome == Outcome.WORKER_DIED:
+            seated = set(self._seats.get(job.engine.name, {}).values())
+            if job.expected <= seated - self._doomed:
+                raise Broken(f"I7: {what}, and all its workers serve: {[f'{worker:x}' for worker in job.expected]}")
 
     def _reset(self, epochs: dict[str, int]) -> None:
         meanings = set()
