@@ -12,21 +12,6 @@ from kvferry.client.types import Directive, RankReport
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from vllm_model import ModelShape, write_model
-
-    return write_model(tmp_path_factory.mktemp("model"), ModelShape(layers=1))
-
-
-@pytest.fixture
-def lab(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # and restore it: a configuration here sets it
-    import vllm_scheduling
-
-    return vllm_scheduling
-
-
 @dataclass
 class Recorder:
     """A rank client that writes down when it is called."""

@@ -6,32 +6,11 @@ from typing import Any
 
 import pytest
 from fake_sidecar import FakeSidecar, HoldingRankClient
+from scheduling_kit import BOTH, all_content, check_held, tokens
 
 from kvferry.vllm.rank import RankHalf
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
-
-BOTH = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from vllm_model import ModelShape, write_model
-
-    return write_model(tmp_path_factory.mktemp("model"), ModelShape(layers=1))
-
-
-@pytest.fixture
-def lab(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # and restore it: an engine here sets it
-    import vllm_scheduling
-
-    return vllm_scheduling
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(10, 1000) for _ in range(count)]
 
 
 @BOTH
@@ -231,26 +210,9 @@ def test_nothing_wrong_is_ever_attended_to_or_published(
     assert {n: o for n, o in engine.outputs.items() if n not in aborted} == {
         n: o for n, o in due.items() if n not in aborted
     }
-    truth = _all_content(lab, engine)
-    for key, parts in sidecar.held.items():
-        for content in parts:
-            assert content == truth[key], "a published key does not hold what it names"
+    check_held(lab, engine, sidecar)
     pool = engine.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-
-
-def _all_content(lab: Any, engine: Any) -> dict[bytes, tuple[int, ...]]:
-    """Key -> what a block of that name must hold, for all prefixes any request had."""
-    truth = {}
-    for prompt, made in engine.asked:
-        request = engine.request(prompt + made)
-        value, chain = 0, []
-        for token in prompt + made:
-            value = hash((value, token))
-            chain.append(value)
-        for i, key in enumerate(request.block_hashes):
-            truth[bytes(key)] = tuple(chain[i * lab.BLOCK : (i + 1) * lab.BLOCK])
-    return truth
 
 
 def test_the_control_without_revokes_publishes_wrong_blocks(lab: Any, model: Path) -> None:
@@ -272,7 +234,7 @@ def test_the_control_without_revokes_publishes_wrong_blocks(lab: Any, model: Pat
             assert "attends to wrong KV" in str(error)
             wrong += 1
             continue
-        truth = _all_content(lab, engine)
+        truth = all_content(lab, engine)
         wrong += any(part != truth.get(key) for key, parts in sidecar.held.items() for part in parts)
     assert wrong > 0
 
@@ -315,5 +277,4 @@ def test_nothing_wrong_is_attended_to_or_published_where_begins_wait_for_later_s
     sidecar.settle()
     assert engine.outputs == due
     assert sidecar.published > 0
-    truth = _all_content(lab, engine)
-    assert all(part == truth[key] for key, parts in sidecar.held.items() for part in parts)
+    check_held(lab, engine, sidecar)

@@ -6,25 +6,9 @@ from typing import Any
 
 import pytest
 from fake_sidecar import FakeSidecar
+from scheduling_kit import BOTH, check_held, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
-
-BOTH = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from vllm_model import ModelShape, write_model
-
-    return write_model(tmp_path_factory.mktemp("model"), ModelShape(layers=1))
-
-
-@pytest.fixture
-def lab(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # and restore it: an engine here sets it
-    import vllm_scheduling
-
-    return vllm_scheduling
 
 
 @pytest.fixture
@@ -46,25 +30,6 @@ def beside(lab: Any, model: Path, sidecar: FakeSidecar, **options: Any) -> Any:
     outer = {"kv_load_failure_policy": "recompute", **options.pop("outer", {})}
     chosen = {"num_blocks": 60, "is_async": True, "siblings": [CONFIG], "outer": outer, **options}
     return lab.Engine(model, sidecar, **chosen)
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(10, 1000) for _ in range(count)]
-
-
-def check_held(lab: Any, engine: Any, sidecar: FakeSidecar) -> None:
-    """Everything that is published holds what its key names."""
-    truth = {}
-    for prompt, made in engine.asked:
-        request, value, chain = engine.request(prompt + made), 0, []
-        for token in prompt + made:
-            value = hash((value, token))
-            chain.append(value)
-        for i, key in enumerate(request.block_hashes):
-            truth[bytes(key)] = tuple(chain[i * lab.BLOCK : (i + 1) * lab.BLOCK])
-    for key, parts in sidecar.held.items():
-        assert all(part == truth[key] for part in parts)
 
 
 @BOTH
