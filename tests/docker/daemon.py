@@ -41,8 +41,16 @@ class Docker:
         """Run `docker ARGUMENTS`; what it prints. AssertionError with both outputs if it fails."""
         return self.run(["docker", *arguments], timeout_s=timeout_s, check=check, stdin=stdin)
 
-    def run(self, command: list[str], *, timeout_s: float, check: bool = True, stdin: str | None = None) -> str:
-        """Run a command against this engine."""
+    def run(
+        self,
+        command: list[str],
+        *,
+        timeout_s: float,
+        check: bool = True,
+        stdin: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> str:
+        """Run a command against this engine, with `env` on top of the environment."""
         done = subprocess.run(
             command,
             input=stdin,
@@ -50,7 +58,7 @@ class Docker:
             capture_output=True,
             text=True,
             timeout=timeout_s,
-            env=self.env,
+            env={**self.env, **(env or {})},
             check=False,
         )
         said = f"{' '.join(command)} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"

@@ -1,5 +1,6 @@
 """What the files in docker/ promise, read without a Docker engine: rights, health, versions, and one wheel for all."""
 
+import os
 import re
 import subprocess
 import tomllib
@@ -21,6 +22,8 @@ DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
 EXAMPLE = (ROOT / "docker/.env.example").read_text()
 SIDECARS = [name for name in SERVICES if name.startswith("kvferry")]
 ENGINES = [name for name in SERVICES if name.startswith("vllm")]
+BUILDS = {name: service["build"] for name, service in SERVICES.items() if "build" in service}
+PROFILES = ("cpu", "gpu", "multi-engine")
 
 
 def stages() -> dict[str, str]:
@@ -56,7 +59,7 @@ def test_no_service_has_a_right_that_it_does_not_need(name: str) -> None:
 def test_every_service_tells_its_health_and_starts_after_what_it_needs(name: str) -> None:
     service = SERVICES[name]
     assert service["healthcheck"]["test"][0] == "CMD"
-    assert service["profiles"] and set(service["profiles"]) <= {"cpu", "gpu", "multi-engine"}
+    assert service["profiles"] and set(service["profiles"]) <= set(PROFILES)
     needs = {"pool": [], **{one: ["pool"] for one in SIDECARS}}.get(name)
     if needs is None:
         needs = ["kvferry-gpu" if "gpu" in name else "kvferry"]
@@ -68,7 +71,7 @@ def test_every_service_tells_its_health_and_starts_after_what_it_needs(name: str
 
 
 def test_each_profile_is_whole() -> None:
-    members = {p: {n for n, s in SERVICES.items() if p in s["profiles"]} for p in ("cpu", "gpu", "multi-engine")}
+    members = {p: {n for n, s in SERVICES.items() if p in s["profiles"]} for p in PROFILES}
     assert members == {
         "cpu": {"pool", "kvferry", "vllm-cpu"},
         "gpu": {"pool", "kvferry-gpu", "vllm-gpu"},
@@ -94,8 +97,8 @@ def test_the_run_dir_is_private_to_the_user_of_the_images() -> None:
     options = dict(one.split("=") for one in with_defaults(COMPOSE["volumes"]["run"]["driver_opts"]["o"]).split(","))
     (uid,) = set(re.findall(r"^ARG KVFERRY_UID=(\d+)$", DOCKERFILE, re.M))
     assert (options["uid"], options["gid"], options["mode"]) == (uid, uid, "0700")
-    for name, service in SERVICES.items():
-        assert with_defaults(service["build"]["args"]["KVFERRY_UID"]) == uid, name
+    for name, build in BUILDS.items():
+        assert with_defaults(build["args"]["KVFERRY_UID"]) == uid, name
 
 
 def test_dev_shm_holds_the_pool_by_one_setting() -> None:
@@ -136,7 +139,15 @@ def test_every_image_is_of_the_one_wheel() -> None:
         assert "COPY --from=wheel" in stages()[name]
     assert stages()["worker"].startswith("FROM base") and "COPY --from=worker-packages" in stages()["worker"]
     assert stages()["worker-packages"].startswith("FROM wheel")
-    assert {service["build"]["target"] for service in SERVICES.values()} == {"sidecar", "worker", "engine"}
+    assert {build["target"] for build in BUILDS.values()} == {"sidecar", "worker", "engine"}
+
+
+def test_in_each_profile_every_image_is_built_once() -> None:
+    """Builds run side by side: of two that make the same image the second may end with `already exists`."""
+    for profile in PROFILES:
+        members = [name for name, service in SERVICES.items() if profile in service["profiles"]]
+        built = [SERVICES[name]["image"] for name in members if name in BUILDS]
+        assert sorted(built) == sorted({SERVICES[name]["image"] for name in members}), profile
 
 
 def test_no_image_runs_as_root() -> None:
@@ -213,18 +224,19 @@ def test_the_connector_is_given_as_one_word() -> None:
 
 
 @pytest.mark.slow
-def test_compose_itself_reads_the_file() -> None:
-    for command in (["docker", "compose"], ["docker-compose"]):
-        try:
-            done = subprocess.run([*command, "version"], capture_output=True, timeout=60, check=False)
-        except OSError:
-            continue
-        if done.returncode == 0:
-            break
-    else:
-        pytest.skip("there is neither `docker compose` nor docker-compose")
-    files = ["-f", str(ROOT / "docker/compose.yaml")]
-    for profile in ("cpu", "gpu", "multi-engine"):
-        checked = [*command, *files, "--profile", profile, "config", "-q"]
-        done = subprocess.run(checked, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("command", [["docker", "compose"], ["docker-compose"]], ids=" ".join)
+def test_compose_itself_reads_the_file(command: list[str]) -> None:
+    """Version 2 and, where it is still installed, version 1."""
+    try:
+        version = subprocess.run([*command, "version"], capture_output=True, timeout=60, check=False)
+    except OSError:
+        pytest.skip(f"there is no {command[0]}")
+    if version.returncode:
+        pytest.skip(f"there is no `{' '.join(command)}`")
+    env = {**os.environ, **dict.fromkeys(("TEST_CORE", "TEST_CORE_B", "TEST_TORCH_VERSION"), "0"), "TEST_VLLM": "/vllm"}
+    for files in (["docker/compose.yaml"], ["docker/compose.yaml", "tests/docker/compose.test.yaml"]):
+        named = [word for file in files for word in ("-f", str(ROOT / file))]
+        for profile in PROFILES:
+            checked = [*command, *named, "--profile", profile, "config", "-q"]
+            done = subprocess.run(checked, capture_output=True, text=True, timeout=60, env=env, check=False)
+            assert done.returncode == 0, done.stderr

@@ -3,9 +3,7 @@
 The tests of this module share one stack and run in their order: each leaves it serving.
 """
 
-import importlib.util
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,39 +11,20 @@ from pathlib import Path
 import pytest
 
 from tests.docker.daemon import Docker
-from tests.docker.stack import BLOCK_TOKENS, ENGINE_BASE, HERE, Stack, say, until
+from tests.docker.pod import Pod
+from tests.docker.stack import PACKAGE_HASH, WHOLE_TOKENS, Stack, built, say, until
 
 pytestmark = pytest.mark.docker
 
-IMAGES = {"kvferry": "kvferry:0.1.0", "kvferry-gpu": "kvferry-worker:0.1.0", "vllm-cpu": "kvferry-vllm-cpu:0.1.0"}
+IMAGES = {"kvferry": "kvferry:0.1.0", "vllm-cpu": "kvferry-vllm-cpu:0.1.0"}
 SEEDS = [1, 2, 3, 4]
-WHOLE_BLOCKS = 1000 // BLOCK_TOKENS * BLOCK_TOKENS
-# A hash over every file of the installed package, for comparing two images.
-HASH = """
-import hashlib, pathlib, kvferry
-root = pathlib.Path(kvferry.__file__).parent
-files = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-print(hashlib.sha256(b"".join(str(p.relative_to(root)).encode() + p.read_bytes() for p in files)).hexdigest())
-"""
 
 
 @pytest.fixture(scope="module")
 def stack(docker: Docker, docker_folder: Path) -> Iterator[Stack]:
     """Profile cpu: built, not yet started; at the end it must have left nothing."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed here: `make test-docker` runs this")
-    if sys.version_info[:2] != (3, 11):
-        pytest.skip(f"vLLM's environment is of Python {sys.version_info[0]}.{sys.version_info[1]}, the images' is 3.11")
-    docker("build", "--network", "host", "-t", ENGINE_BASE, str(HERE / "engine_base"), timeout_s=300)
-    one = Stack(docker, docker_folder, "cpu")
-    print()
-    one.compose("build", timeout_s=600)
-    try:
+    with built(docker, docker_folder, "cpu") as one:
         yield one
-    finally:
-        pids = one.pids()
-        one.compose("down", "-v", "--remove-orphans", check=False)
-        assert not one.leftovers(pids)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +57,9 @@ def warm(stack: Stack, cold: list[str], after: str) -> None:
         cached = [one["cached"] for one in said["answers"]]
         found = f"cached tokens {' '.join(map(str, cached))}, from kvferry {said['from_outside']:.0f}"
         say(f"{after + ':':<38} {found}{'' if times == 1 else f' (asked {times} times)'}")
-        if cached == [WHOLE_BLOCKS] * len(SEEDS):
+        if cached == [WHOLE_TOKENS] * len(SEEDS):
             # The last prompt may still lie in the engine's own cache; the others cannot.
-            assert said["from_outside"] >= (len(SEEDS) - 1) * WHOLE_BLOCKS
+            assert said["from_outside"] >= (len(SEEDS) - 1) * WHOLE_TOKENS
             return
     raise AssertionError(f"{after}: not all was found again\n{stack.log('vllm-cpu')}\n{stack.log('kvferry')}")
 
@@ -94,7 +73,7 @@ def test_the_images_are_small_unprivileged_and_of_one_wheel(docker: Docker, stac
         config = json.loads(docker("image", "inspect", "-f", "{{json .Config}}", name))
         assert config["User"] == "kvferry" and config["StopSignal"] == "SIGTERM" and config["Healthcheck"]["Test"]
         run = ["run", "--rm", "--network", "none", "--read-only", "--cap-drop", "ALL", "--entrypoint", "python3", name]
-        hashes.add(docker(*run, "-c", HASH))
+        hashes.add(docker(*run, "-c", PACKAGE_HASH))
         assert docker(*run, "-c", "import os; print(os.getuid())") == "10001"
     for name, size in sizes.items():
         say(f"image {name:<28} {size / 1e6:6.0f} MB")
@@ -114,6 +93,29 @@ def test_a_pool_larger_than_dev_shm_is_refused_with_both_numbers(docker: Docker,
     assert "--shm-size" in said
 
 
+def test_kvferry_serves_on_the_volumes_of_the_pod_of_kubernetes(docker: Docker, stack: Stack) -> None:
+    """As its container is there: user, rights and environment of pod.yaml, and volumes that are open to everybody."""
+    pod = Pod("pod.yaml")
+    user = pod.spec["securityContext"]
+    rights = ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--network", "none"]
+    rights += ["--user", f"{user['runAsUser']}:{user['runAsGroup']}"]
+    volumes = [
+        word
+        for mount in pod.sidecar["volumeMounts"]
+        for word in ("--mount", f"type=tmpfs,destination={mount['mountPath']},tmpfs-mode=0777")
+    ]
+    env = pod.env(pod.sidecar) | {"KVFERRY_HOST_MEMORY": "64MiB"}
+    given = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
+    probe = pod.sidecar["startupProbe"]["exec"]["command"]
+    container = docker("run", "--detach", *rights, *volumes, *given, pod.sidecar["image"])
+    try:
+        until(lambda: "ended with" not in docker("exec", container, *probe, check=False), 60, "its probe is answered")
+        docker("stop", "--time", "20", container)
+        assert docker("inspect", "--format", "{{.State.ExitCode}}", container) == "0"
+    finally:
+        docker("rm", "--force", container)
+
+
 def test_the_engine_starts_when_the_sidecar_is_healthy(serving: Stack) -> None:
     """Case 99: no common ipc or pid namespace, no capability, a user that is not root, a read-only root."""
     assert {service: serving.health(service) for service in ("pool", "kvferry", "vllm-cpu")} == dict.fromkeys(
@@ -127,6 +129,17 @@ def test_the_engine_starts_when_the_sidecar_is_healthy(serving: Stack) -> None:
         assert host["IpcMode"] != "host"
     shm = serving.docker("exec", serving.container("kvferry"), "df", "-B1", "--output=size", "/dev/shm")
     assert int(shm.split()[-1]) == 3 << 29, "a pool of 1 GiB and half a GiB for its table"
+
+
+def test_the_sidecar_listens_on_no_network_at_all(serving: Stack) -> None:
+    """Case 132: no port for control, health or metrics that could be left open; unix sockets, for one user, alone."""
+    assert any(one.endswith(":1F40") for one in serving.listening("vllm-cpu")), "the engine's own port 8000 is seen"
+    for service in ("pool", "kvferry"):
+        assert serving.listening(service) == []
+        assert json.loads(serving.look(service, "{{json .NetworkSettings.Ports}}")) in ({}, None)
+        image = json.loads(serving.docker("image", "inspect", "-f", "{{json .Config}}", IMAGES["kvferry"]))
+        assert not image.get("ExposedPorts")
+    say("ports: none is listened on in the containers of kvferry and pool")
 
 
 def test_what_was_evicted_comes_back(serving: Stack, cold: list[str]) -> None:
@@ -198,18 +211,3 @@ def test_down_leaves_nothing(serving: Stack) -> None:
     left = serving.leftovers(pids)
     assert not left
     say(f"down: {len(pids)} processes, all containers, volumes and networks are gone")
-
-
-def test_the_worker_image_has_torch_and_the_same_package(docker: Docker, stack: Stack) -> None:
-    stack.profile = "gpu"
-    try:
-        stack.compose("build", "kvferry-gpu", timeout_s=600)
-    finally:
-        stack.profile = "cpu"
-    name = IMAGES["kvferry-gpu"]
-    run = ["run", "--rm", "--network", "none", "--read-only", "--cap-drop", "ALL", "--entrypoint", "python3"]
-    found = docker(*run, name, "-c", "import torch, os; print(torch.__version__, os.getuid())")
-    assert found.split()[1] == "10001"
-    assert docker(*run, name, "-c", HASH) == docker(*run, IMAGES["kvferry"], "-c", HASH)
-    size = int(docker("image", "inspect", "-f", "{{.Size}}", name))
-    say(f"image {name:<28} {size / 1e6:6.0f} MB, torch {found.split()[0]}")
