@@ -101,6 +101,13 @@ class Stub:
         bad = [line for line in self.calls() if "VIOLATION" in line]
         assert not bad, bad
 
+    def finish(self) -> None:
+        """Close it, and fail if it was misused or anything is left."""
+        self.check()
+        left = self.leaks()
+        assert not left, left
+        self.close()
+
     def close(self) -> None:
         self._library.stub_reset()
         self._library.stub_journal(b"")
