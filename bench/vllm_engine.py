@@ -8,6 +8,7 @@
                                                                   is all before it, the answers and its own ids
     {"op": "abort", "prompts": [[ids]], "max_tokens": n, "steps": k}  k engine steps, then all are aborted
     {"op": "reset", "connector": bool, "running": bool}             the engine's prefix cache (and the connector's)
+    {"op": "reload"}                                                the weights, from the files that are there now
     {"op": "quit"}
 
 Runs under `if __name__ == "__main__"`: vLLM starts its own children by spawning.
@@ -117,6 +118,8 @@ class Engine:
             answer["ok"] = self.llm.llm_engine.reset_prefix_cache(
                 reset_running_requests=command.get("running", False), reset_connector=command.get("connector", False)
             )
+        elif operation == "reload":
+            self.llm.collective_rpc("reload_weights")
         else:
             answer["error"] = f"unknown operation {operation!r}"
         answer["seconds"] = round(time.perf_counter() - started, 6)

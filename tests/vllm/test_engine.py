@@ -15,24 +15,29 @@ from typing import Any
 import numpy as np
 import pytest
 import vllm_lab as lab
-from vllm_model import ModelShape, write_mla_model, write_model
+from engine_kit import (
+    BLOCK,
+    CACHE,
+    FILLERS,
+    NOISE,
+    PATIENCE_MS,
+    PROMPT,
+    PROMPTS,
+    SHAPE,
+    WHOLE,
+    difference,
+    evict,
+    held,
+    returned,
+    same,
+)
+from vllm_model import write_mla_model, write_model
 
 from kvferry.net.paths import RunDir
 from kvferry.proto.layout import slot_bytes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-SHAPE = ModelShape(layers=4)
-BLOCK = 32
-NUM_BLOCKS = 100  # 3168 tokens of cache
-PROMPT = 1000
-NOISE = 1e-3  # float32 noise in log probabilities is about 1e-5; a wrong block moves them by 0.1 and more
-
-# On a crowded machine an answer may come late; then a request is rightly computed, and these tests prove nothing.
-PATIENCE_MS = 5000
-
-PROMPTS = {f"p{n}": lab.prompt(n, PROMPT) for n in range(2)}
-FILLERS = [lab.prompt(100 + n, 900) for n in range(4)]  # more than the cache holds
 TALKS = [[lab.prompt(1000 + 10 * talk + turn, (220, 90, 60)[turn]) for turn in range(3)] for talk in range(24)]
 
 
@@ -58,7 +63,7 @@ class World:
         return engine
 
     def options(self) -> dict[str, Any]:
-        return {"tp_size": self.tp_size, "num_blocks": NUM_BLOCKS, "block_size": BLOCK}
+        return {"tp_size": self.tp_size, **CACHE}
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
@@ -81,54 +86,19 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         assert "failed; caching is off" not in (folder / "first.log").read_text()
 
 
-def same(mine: dict[str, Any], due: dict[str, Any]) -> None:
-    """Tokens equal, log probabilities equal but for float32 noise."""
-    assert mine["tokens"] == due["tokens"]
-    assert np.abs(np.subtract(mine["logprobs"], due["logprobs"])).max() < NOISE
-
-
-def evict(engine: lab.Engine) -> None:
-    """Push everything out of the engine's own cache."""
-    engine.generate(FILLERS, 1)
-
-
-def held(answer: dict[str, Any]) -> int:
-    """Blocks of the prompt that were not computed."""
-    return int(answer["cached"]) // BLOCK
-
-
-WHOLE = (PROMPT - 1) // BLOCK
-
-
-def returning(world: World, engine: lab.Engine, name: str) -> int:
-    """Blocks of a stored prompt that came back, in the best of three tries; the answer is right in each.
-
-    A load that a crowded machine makes late is a miss and no fault: the prompt is evicted and asked for again.
-    """
-    found = 0
-    for _ in range(3):
-        answer = engine.generate([PROMPTS[name]])[0]
-        same(answer, world.alone[name])
-        found = max(found, held(answer))
-        if found == WHOLE:
-            break
-        evict(engine)
-    return found
-
-
 def test_an_evicted_prefix_comes_back_and_the_answer_is_the_same(world: World) -> None:
     for name, prompt in PROMPTS.items():
         same(world.engine.generate([prompt])[0], world.alone[name])
     evict(world.engine)
     for name in PROMPTS:
-        assert returning(world, world.engine, name) == WHOLE
+        assert returned(world.engine, PROMPTS[name], world.alone[name]) == WHOLE
 
 
 def test_a_second_engine_finds_what_the_first_one_stored(world: World) -> None:
     engine = world.start("second", by_name=True)
     try:
         for name in PROMPTS:
-            assert returning(world, engine, name) == WHOLE
+            assert returned(engine, PROMPTS[name], world.alone[name]) == WHOLE
     finally:
         lab.stop_engine(engine)
 
@@ -137,7 +107,7 @@ def test_an_engine_that_was_killed_finds_everything_again(world: World) -> None:
     lab.stop_engine(world.engine, kill=True)
     world.engine = world.start("third")
     for name in PROMPTS:
-        assert returning(world, world.engine, name) == WHOLE
+        assert returned(world.engine, PROMPTS[name], world.alone[name]) == WHOLE
 
 
 def test_24_conversations_beyond_the_engines_capacity(world: World) -> None:
@@ -179,7 +149,7 @@ def test_a_reset_finds_nothing_again_and_the_answers_stay_right(world: World) ->
     assert held(answer) == 0
     same(answer, world.alone["p0"])
     evict(engine)
-    assert returning(world, engine, "p0") == WHOLE, "what was stored since the reset is found"
+    assert returned(engine, PROMPTS["p0"], world.alone["p0"]) == WHOLE, "what was stored since the reset is found"
 
 
 def test_the_control_wrong_bytes_in_the_pool_would_be_noticed(world: World) -> None:
@@ -197,7 +167,7 @@ def test_the_control_wrong_bytes_in_the_pool_would_be_noticed(world: World) -> N
             break
         evict(engine)
     assert held(answer) == WHOLE
-    assert np.abs(np.subtract(answer["logprobs"], world.alone[name]["logprobs"])).max() > 100 * NOISE
+    assert difference(answer, world.alone[name]) > 100 * NOISE
 
 
 def spoil(pool: Path, payload: int) -> None:
@@ -226,13 +196,13 @@ def test_a_model_with_latent_attention_is_served() -> None:
             # What follows a held prefix is computed by kernels that vLLM on CPU otherwise never uses for MLA (it
             # turns its prefix cache and chunked prefill off); they differ by 0.06 from those for whole prompts.
             assert again["tokens"] == due["tokens"]
-            assert np.abs(np.subtract(again["logprobs"], due["logprobs"])).max() < 0.15
+            assert difference(again, due) < 0.15
             same(engine.generate([PROMPTS["p0"]])[0], again)
             spoil(RunDir.at(folder / "run").pool(0), 16 * 576 * 4 * 2)
             wrong = engine.generate([PROMPTS["p0"]])[0]
             assert wrong["cached"] == again["cached"]
             assert wrong["tokens"] != due["tokens"]
-            assert np.abs(np.subtract(wrong["logprobs"], again["logprobs"])).max() > 0.3
+            assert difference(wrong, again) > 0.3
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -242,9 +212,7 @@ def test_an_engine_without_a_sidecar_serves_and_finds_one_that_comes_later(tmp_p
     model = write_model(folder / "model", SHAPE)
     made = lab.connector(folder / "run", patience_ms=PATIENCE_MS)
     try:
-        with lab.running_engine(
-            folder, model, name="early", kv_transfer=made, num_blocks=NUM_BLOCKS, block_size=BLOCK
-        ) as engine:
+        with lab.running_engine(folder, model, name="early", kv_transfer=made, **CACHE) as engine:
             before = engine.generate([PROMPTS["p0"]])[0]
             with lab.running_sidecar(folder / "run", host_memory="128MiB") as sidecar:
                 for _ in range(100):
