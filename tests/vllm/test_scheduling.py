@@ -239,15 +239,17 @@ def test_the_control_without_revokes_publishes_wrong_blocks(lab: Any, model: Pat
     assert wrong > 0
 
 
+@pytest.mark.parametrize("speculates", [False, True])
 @BOTH
 def test_the_last_stores_of_an_engine_that_goes_idle_are_begun_by_steps_that_it_makes_for_them(
-    lab: Any, model: Path, is_async: bool
+    lab: Any, model: Path, is_async: bool, speculates: bool
 ) -> None:
     """Case 17: where the device cannot write marks, a begin waits for a later step, and one comes."""
     sidecar = FakeSidecar(12)
     engine = lab.Engine(model, sidecar, num_blocks=40, is_async=is_async)
     for rank, runner in enumerate(engine.runners):
         runner.connector._rank = RankHalf(HoldingRankClient(sidecar, rank))
+        runner.speculates = speculates
     engine.answer(tokens(1, 41), 24)
     assert not engine.scheduler.has_requests()
     assert all(job.begun for job in sidecar.jobs.values())
@@ -262,10 +264,12 @@ def test_nothing_wrong_is_attended_to_or_published_where_begins_wait_for_later_s
 ) -> None:
     """Case 20, in host order."""
     rng = random.Random(seed)
+    speculates = seed in (1, 4)
     sidecar = FakeSidecar(seed, num_ranks=1 + seed % 2, fail_one_in=rng.choice([0, 5]))
     engine = lab.Engine(model, sidecar, num_blocks=rng.choice([24, 40]), is_async=is_async)
     for rank, runner in enumerate(engine.runners):
         runner.connector._rank = RankHalf(HoldingRankClient(sidecar, rank))
+        runner.speculates = speculates
     roots = [tokens(n, rng.randrange(20, 90)) for n in range(4)]
     due = {}
     for _ in range(30):

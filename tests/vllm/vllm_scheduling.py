@@ -94,6 +94,7 @@ class FakeRunner:
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, list[int]] = {}
         self.tolerates = False  # wrong KV: of another connector's load that will be told failed
+        self.speculates = False  # as runner V1: stores begin behind the draft, when the step's results are made
 
     def execute(self, step: Any) -> ModelRunnerOutput:
         """One step in runner V2's order."""
@@ -107,7 +108,9 @@ class FakeRunner:
         self.sidecar.tick()  # a load may write before the forward
         sampled = self._forward(step)
         self.connector.start_load_kv(None)
-        self.connector.wait_for_save()
+        has_draft = self.speculates and bool(step.num_scheduled_tokens)
+        if not has_draft:
+            self.connector.wait_for_save()
         self.sidecar.tick()
         output = KVConnectorOutput()
         results = self.connector.get_transfer_results(step.finished_req_ids)
@@ -116,6 +119,8 @@ class FakeRunner:
         output.invalid_block_ids = self.connector.get_block_ids_with_load_errors()
         output.failed_recving = results.failed_recving
         output.kv_connector_worker_meta = self.connector.build_connector_worker_meta()
+        if has_draft:
+            self.connector.wait_for_save()
         self.connector.clear_connector_metadata()
         names = list(step.num_scheduled_tokens)
         return ModelRunnerOutput(
