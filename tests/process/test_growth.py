@@ -1,8 +1,8 @@
 """Nothing grows for whoever stays, and nothing is handed on from one life to the next.
 
-A hundred times the daemon and the worker die under traffic. Counted after each time, at rest: descriptors, threads,
-private memory, files. `up` and the engine live through all of it; a daemon or worker lives from one death to the next,
-and the hundredth has to hold what an early one held.
+A hundred times the daemon and the worker of one of two ranks, or both workers, die under traffic. Counted after each
+time, at rest: descriptors, threads, private memory, files. `up` and the engine live through all of it; a daemon or
+worker lives from one death to the next, and the hundredth has to hold what an early one held.
 """
 
 import os
@@ -23,7 +23,9 @@ from tests.process.test_drills import settled
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.faults]
 
 CYCLES, WARM = 100, 10  # in the first of them allocators and caches fill
-EACH = 3  # so many cycles to a look
+RANKS = 2
+DYING = ([0], [1], [0, 1])  # ranks whose workers die, cycle by cycle
+EACH = len(DYING)  # so many cycles to a look: each finds workers of the same ages
 NOTICE_S = 2.0
 BACK_S = 60.0  # processes start slowly on a busy machine
 BLOCKS, TARGET, MOVING = list(range(8)), list(range(8, 16)), list(range(16, 32))
@@ -32,7 +34,7 @@ MOST = {"fds": 1, "threads": 1, "private_mib": 4, "files": 0, "file_mib": 0}
 
 
 class Ship:
-    """One sidecar of one rank and one engine, whose keys are stored anew in each cycle: the pool overflows."""
+    """One sidecar of two ranks and one engine, whose keys are stored anew in each cycle: the pool overflows."""
 
     def __init__(self, sidecar: Sidecar, engine: FarEngine) -> None:
         self.sidecar, self.engine = sidecar, engine
@@ -43,13 +45,13 @@ class Ship:
         engine = self.engine
         engine.fill(MOVING, seed=number)
         engine.begin("store", f"moving {number}", f"moving {number}", MOVING)
-        worker = engine.worker_pids[0]
+        workers = [engine.worker_pids[rank] for rank in DYING[number % len(DYING)]]
         if number % 2:
-            self._kill(self.sidecar.daemon(), worker)
+            self._kill(self.sidecar.daemon(), *workers)
         else:
             self._kill(self.sidecar.daemon())
             self._be_attached()
-            self._kill(worker)
+            self._kill(*workers)
         self._be_attached()
         until(lambda: self._is_there(number), BACK_S, f"cycle {number} stores and loads again")
         engine.scheduler.call("finish", f"moving {number}")
@@ -62,9 +64,9 @@ class Ship:
         found = [
             of_processes("up", [self.sidecar.pid]),
             of_processes("daemon", [self.sidecar.daemon()]),
-            of_processes("worker", self.engine.worker_pids),
             of_processes("engine's scheduler", [self.engine.scheduler.pid]),
-            of_processes("engine's rank", [self.engine.ranks[0].pid]),
+            *(of_processes(f"worker {rank}", [pid]) for rank, pid in enumerate(self.engine.worker_pids)),
+            *(of_processes(f"engine's rank {rank}", [one.pid]) for rank, one in enumerate(self.engine.ranks)),
         ]
         assert None not in found, "nobody dies at rest"
         yield from (sample for sample in found if sample is not None)
@@ -114,23 +116,23 @@ class Ship:
         return is_whole
 
     def _is_at_rest(self) -> bool:
-        """No job, lease or restart; a daemon, a worker, a spare, and no link of the dead."""
+        """No job, lease or restart; a daemon, a worker and a spare of each rank, and no link of the dead."""
         self.engine.look()
         try:
             status = ask_status(self._run_dir, 2.0)
         except KvferryError:
             return False
         busy = [status["jobs"]["stores"], status["jobs"]["loads"], status["fences"], status["leases"]]
-        links = status["links"].get("worker") == 2 and status["links"].get("client") == 1
-        return not any([*busy, status["restarting"]]) and links and len(self.sidecar.children()) == 3
+        links = status["links"].get("worker") == 2 * RANKS and status["links"].get("client") == 1
+        return not any([*busy, status["restarting"]]) and links and len(self.sidecar.children()) == 1 + 2 * RANKS
 
 
-def test_a_hundred_deaths_of_daemon_and_worker_leave_nothing_more_in_anybody() -> None:
+def test_a_hundred_deaths_of_daemon_and_workers_leave_nothing_more_in_anybody() -> None:
     """Cases 32 and 45, at length: whoever stays holds what it held, and the last ones hold what the first ones did."""
     flags = ("--restarts", "10000", "--job-deadline", "2s", "--kill-grace", "2s", "--lease", "2s")
-    engine = FarEngine(ranks=1)
+    engine = FarEngine(ranks=RANKS)
     try:
-        with Sidecar(*flags, tp_size=1, host_memory="64MiB") as sidecar:
+        with Sidecar(*flags, tp_size=RANKS, host_memory="128MiB") as sidecar:
             engine.open(sidecar.run_dir)
             ship = Ship(sidecar, engine)
             ship.be_served()
@@ -154,8 +156,7 @@ def test_a_hundred_deaths_of_daemon_and_worker_leave_nothing_more_in_anybody() -
     assert {one.subject for one in found} >= {
         "up",
         "daemon",
-        "worker",
         "engine's scheduler",
-        "engine's rank",
+        *(f"{who} {rank}" for rank in range(RANKS) for who in ("worker", "engine's rank")),
         "/dev/shm",
     }
