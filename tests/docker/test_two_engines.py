@@ -65,13 +65,20 @@ def test_one_sidecar_serves_both_engines(pair: Stack) -> None:
 
 
 def test_what_one_engine_has_computed_the_other_finds(pair: Stack, cold: list[str]) -> None:
-    said = pair.ask("vllm-b", SEEDS)
-    found = f"cached tokens {numbers(said)}, from kvferry {said['from_outside']:.0f}"
-    say(f"{'computed by vllm-a, asked of vllm-b:':<38} {found}")
-    assert [one["text"] for one in said["answers"]] == cold
-    # An answer that is late on a crowded machine is a miss and no fault; that all four are late is one.
-    assert said["from_outside"] == sum(cached(said))
-    assert WHOLE_TOKENS in cached(said), pair.log("vllm-b")
+    # An answer that is late, as on a crowded machine, is a miss and no fault, so the four may be asked some times.
+    for times in range(1, 6):
+        said = pair.ask("vllm-b", SEEDS)
+        assert [one["text"] for one in said["answers"]] == cold
+        again = f" (asked {times} times)" if times > 1 else ""
+        found = f"cached tokens {numbers(said)}, from kvferry {said['from_outside']:.0f}{again}"
+        say(f"{'computed by vllm-a, asked of vllm-b:':<38} {found}")
+        if times == 1:
+            assert said["from_outside"] == sum(cached(said)), "the first time all that it finds is engine a's"
+        if cached(said) == [WHOLE_TOKENS] * len(SEEDS):
+            break
+    else:
+        raise AssertionError(f"engine b never found it all\n{pair.log('vllm-b')}\n{pair.log('kvferry')}")
+    assert num_ready(pair) == len(SEEDS) * WHOLE_BLOCKS, "nothing was stored twice"
 
 
 def test_the_kill_of_one_engine_does_not_disturb_the_other(pair: Stack, cold: list[str]) -> None:
