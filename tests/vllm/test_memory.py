@@ -53,7 +53,7 @@ def lend(tmp_path: Path) -> Iterator[Any]:
 
     yield lent
     for client in made:
-        fds = client._memory.fds
+        fds = client._search._memory.fds
         client.close()
         for fd in fds:
             os.close(fd)
