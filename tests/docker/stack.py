@@ -106,7 +106,7 @@ class Stack:
 
     def container(self, service: str) -> str:
         """The id of a service's container."""
-        found = self.compose("ps", "-q", service)
+        found = self.compose("ps", "-a", "-q", service)
         assert found, f"no container of {service}"
         return found.splitlines()[0]
 

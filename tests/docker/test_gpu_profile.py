@@ -40,6 +40,7 @@ def rehearsal(gpu: Stack, docker: Docker, docker_folder: Path) -> Iterator[Stack
     sidecar, engine = (document["services"][name] for name in ("kvferry-gpu", "vllm-gpu"))
     for service in (sidecar, engine):
         del service["deploy"]
+    del sidecar["ulimits"]  # a Docker that is itself limited, as in a container, cannot lift it
     sidecar["environment"] |= {"KVFERRY_DEVICE": "cpu", "KVFERRY_DEVICES": ""}
     engine |= {"entrypoint": ["python3", "-c", HELLO], "command": []}
     file = docker_folder / "rehearsal.yaml"
