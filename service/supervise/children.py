@@ -5,6 +5,7 @@ learns of the supervisor's end from its control channel, even when the superviso
 kernel kills one that cannot listen.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,8 +21,10 @@ class Process:
     """One running child."""
 
     def __init__(self, module: str, arguments: Sequence[str], pass_fds: Sequence[int], env: dict[str, str]) -> None:
+        """OSError if there is no process, memory or descriptor for it; then nothing of it is left."""
         self.control, theirs = Channel.pair()
-        with theirs:
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(self.control.close)
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments, "--control-fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno(), *pass_fds],
@@ -32,9 +35,19 @@ class Process:
                 # Before the exec, so that there is no moment in which a child could outlive us. We have one thread.
                 preexec_fn=end_with_parent,
             )
-        self.pid = self._popen.pid
-        self.pidfd = os.pidfd_open(self.pid)
+            self.pid = self._popen.pid
+            self.pidfd = self._watch()
+            undo.pop_all()
         self.muted = False  # the shell listens to its channel no more
+
+    def _watch(self) -> int:
+        """A descriptor of the process, or OSError: then it is gone, since nobody would see its end."""
+        try:
+            return os.pidfd_open(self.pid)
+        except OSError:
+            self._popen.kill()
+            self._popen.wait()
+            raise
 
     def tell(self, message: dict[str, Any]) -> None:
         """Put a map on the control channel; never blocks."""

@@ -19,13 +19,14 @@ Rules
 - Each second is a beat: who can answer is asked for a sign of life, who owes one is looked at (`pulse.py`). A hung
   child is killed, and then it is one that died: for a hung daemon another one starts, warm. A supervisor whose
   beat comes late stood still itself, or waits for a CPU like all others: it counts anew.
+- A daemon that hangs soon after the one before it did, or that cannot be started at all, is tried again with a growing
+  pause, for ever, and this is said (`daemons.py`).
 - A child that dies before the first ready line would die again: give up at once. Later, more than
   `restarts` deaths of the daemon within `window_ns` give up. No worker's death is counted: one engine's trouble
-  must not end the sidecar of its neighbours. After a taken one's the next spare of that rank waits a little; one
-  that does not start is tried again with a growing pause, for ever, and serves nobody less (`spares.py`).
+  must not end the sidecar of its neighbours. A spare that does not start is tried again with a growing pause, for
+  ever, and nobody is served less (`spares.py`).
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,7 @@ from kvferry.supervise.api import (
     TimePassed,
     Vitals,
 )
+from kvferry.supervise.daemons import Daemons
 from kvferry.supervise.pulse import STOPPED, TICKS_A_SECOND
 from kvferry.supervise.spares import Spares
 from kvferry.supervise.state import ALIVE, Child, Ending, Life, Phase, Rules, how_ended, name_of
@@ -69,11 +71,10 @@ class Supervisor:
     new_id: Callable[[], int]
     phase: Phase = Phase.IDLE
     children: dict[int, Child] = field(default_factory=dict)
-    restarts: int = 0  # of the daemon
     workers_died: int = 0  # workers that ended by a signal or an error
+    _daemons: Daemons = field(init=False)
     _spares: Spares = field(init=False)
     _served: bool = False  # the first ready line is out
-    _failures: deque[int] = field(default_factory=deque)
     _ending: Ending | None = None
     _spare_at: dict[int, int] = field(default_factory=dict)  # rank -> when its next spare may start
     _beat_at: int = 0
@@ -83,6 +84,7 @@ class Supervisor:
     _why: str = ""
 
     def __post_init__(self) -> None:
+        self._daemons = Daemons(self.rules)
         self._spares = Spares(self.rules)
 
     # ---- the door ------------------------------------------------------------------------------------
@@ -110,9 +112,7 @@ class Supervisor:
             case KillWanted(worker, why):
                 return self._kill_wanted(worker, why)
             case Answered(child):
-                if child in self.children:
-                    self.children[child].pulse.answer()
-                return []
+                return self._answered(child, now_ns)
             case Seen(child, vitals):
                 return self._seen(child, vitals)
             case AtRest(child):
@@ -125,6 +125,8 @@ class Supervisor:
     def next_due_ns(self) -> int | None:
         """When TimePassed has something to do."""
         due = [*self._spare_at.values(), self._beat_at] if self.phase in ALIVE else []
+        if self.phase in ALIVE and self._daemons.start_at is not None:
+            due.append(self._daemons.start_at)
         if self.phase is Phase.DRAINING:
             due.append(self._drained_by)
         if self._ending:
@@ -132,6 +134,16 @@ class Supervisor:
             bound = r.term_ns if not e.terminated else r.kill_ns if not e.killed else r.leave_ns
             due.append(e.since + bound)
         return min(due, default=None)
+
+    @property
+    def trouble(self) -> str:
+        """Why no daemon serves, for whoever asks meanwhile; "" if there is no more to it than a death."""
+        return self._daemons.trouble
+
+    @property
+    def restarts(self) -> int:
+        """Of the daemon."""
+        return self._daemons.restarts
 
     # ---- starting ------------------------------------------------------------------------------------
 
@@ -151,18 +163,30 @@ class Supervisor:
         one.life, one.device = Life.SPARE, device
         one.pulse.forget()
         told = self._spares.work(one.rank, now_ns)
-        return [*self._tell_workers(), *self._complete(), *([Note(told)] if told else [])]
+        return [*self._tell_workers(), *self._complete(now_ns), *([Note(told)] if told else [])]
 
-    def _complete(self) -> list[Action]:
+    def _complete(self, now_ns: int) -> list[Action]:
         """Say that it serves, if now it does. Once it has, a rank whose spare does not start holds up nobody else."""
-        ready = {c.rank for c in self.children.values() if c.life is not Life.STARTING}
+        daemon = self._daemon()
+        if self.phase not in ALIVE or daemon is None or not self._daemons.serves(daemon):
+            return []
+        self._daemons.work(now_ns)
+        ready = {c.rank for c in self.workers() if c.life is not Life.STARTING}
         if self._served:
             ready |= self._spares.waiting()
-        if self.phase is Phase.SERVING or not ready >= set(range(-1, self.rules.tp_size)):
+        if self.phase is Phase.SERVING or not ready >= set(range(self.rules.tp_size)):
             return []
         self.phase = Phase.SERVING
         again, self._served = self._served, True
         return [TellReady(again)]
+
+    def _answered(self, child: int, now_ns: int) -> list[Action]:
+        one = self.children.get(child)
+        if one is None:
+            return []
+        one.answered = True
+        one.pulse.answer()
+        return self._complete(now_ns)
 
     def _taken(self, taken: Taken, now_ns: int) -> list[Action]:
         one = self.children.get(taken.child)
@@ -176,7 +200,7 @@ class Supervisor:
 
     def _spawn_spares(self, now_ns: int) -> list[Action]:
         """Start a worker for each rank that has none on its way or ready."""
-        if self.phase not in ALIVE or self._daemon() is None:
+        if self.phase not in ALIVE:
             return []
         actions: list[Action] = []
         covered = {c.rank for c in self.children.values() if c.life is not Life.TAKEN}
@@ -206,13 +230,12 @@ class Supervisor:
             why = f"{name} {how} before kvferry was ready; its own lines above say why"
             return [*self._reaped(one), *self._stop(1, why, now_ns)]
         if one.rank < 0:
-            return self._daemon_died(how, now_ns)
+            return self._daemon_died(one, how, now_ns)
         actions = self._reaped(one)
         if one.life is Life.TAKEN:
             if status != 0:
                 served = f", which served engine {one.engine!r}," if one.engine else ""
                 actions.append(Note(f"{name}{served} {how}; the rank attaches again to the spare"))
-                self._spare_at[one.rank] = now_ns + self.rules.backoff_ns
             pause_ns = self._spares.hurry(one.rank)
             if pause_ns is not None:
                 self._spare_at[one.rank] = now_ns + pause_ns
@@ -222,26 +245,19 @@ class Supervisor:
                 actions.append(Note(told))
             if pause_ns:
                 self._spare_at[one.rank] = now_ns + pause_ns
-                actions += self._complete()
+                actions += self._complete(now_ns)
         return actions + self._spawn_spares(now_ns) + self._tell_workers()
 
-    def _daemon_died(self, how: str, now_ns: int) -> list[Action]:
-        self.restarts += 1
-        if self._too_many(now_ns):
-            window = self.rules.window_ns // 1_000_000_000
-            why = f"giving up: the daemon died {len(self._failures)} times within {window} s, the last time it {how}"
-            return self._stop(1, why, now_ns)
+    def _daemon_died(self, one: Child, how: str, now_ns: int) -> list[Action]:
+        told, is_over = self._daemons.die(one, how, now_ns)
+        if is_over:
+            return self._stop(1, told, now_ns)
         self.phase = Phase.RESTARTING
-        return [
-            Note(f"daemon {how}; another one starts, the workers and what the pool holds stay"),
-            SpawnDaemon(self._new_child(-1)),
-        ]
+        return [*([Note(told)] if told else []), *self._start_daemon(now_ns)]
 
-    def _too_many(self, now_ns: int) -> bool:
-        self._failures.append(now_ns)
-        while self._failures[0] <= now_ns - self.rules.window_ns:
-            self._failures.popleft()
-        return len(self._failures) > self.rules.restarts
+    def _start_daemon(self, now_ns: int) -> list[Action]:
+        """Once its pause is over."""
+        return [SpawnDaemon(self._new_child(-1))] if self._daemons.is_due(now_ns) else []
 
     def _kill_wanted(self, worker: int, why: str) -> list[Action]:
         one = self.children.get(worker)
@@ -336,7 +352,9 @@ class Supervisor:
         if e is None:
             if self.phase is Phase.DRAINING and now_ns >= self._drained_by:
                 return self._end_all(now_ns)
-            return self._spawn_spares(now_ns) + self._beat(now_ns) if self.phase in ALIVE else []
+            if self.phase not in ALIVE:
+                return []
+            return self._start_daemon(now_ns) + self._spawn_spares(now_ns) + self._beat(now_ns)
         if not e.terminated and now_ns >= e.since + r.term_ns:
             e.terminated = True
             return [Terminate(child) for child in self.children]

@@ -53,16 +53,15 @@ from kvferry.supervise.api import (
 )
 from kvferry.supervise.children import Process
 from kvferry.supervise.core import Supervisor
+from kvferry.supervise.notify import Manager
 from kvferry.supervise.progress import Progress
 from kvferry.supervise.rundir import SERVING
+from kvferry.supervise.signals import STOP_SIGNALS, Signals
 from kvferry.supervise.state import ALIVE, LOOKS, Phase, Rules
 from kvferry.units import format_bytes
 
 log = logging.getLogger("kvferry.up")
 
-# Which stop signals keep the pool. A service manager's restart is warm, a person's Ctrl-C leaves nothing, and
-# SIGUSR1 is how `kvferry down` says that nothing shall be left.
-STOP_SIGNALS: Final = {signal.SIGINT: False, signal.SIGTERM: True, signal.SIGHUP: True, signal.SIGUSR1: False}
 # What `kvferry status` is told, through the lock file, of each phase.
 SAYS: Final = {
     Phase.STARTING: "starting its processes",
@@ -77,42 +76,6 @@ MakePool = Callable[..., str | None]
 
 class Interrupted(Exception):  # noqa: N818 - no error
     """A stop signal came while the pool was being made."""
-
-
-class Signals:
-    """Stop signals as a readable descriptor and a question.
-
-    Handled to the very end of the process: a second Ctrl-C must not cut the cleaning up short.
-    """
-
-    def __init__(self) -> None:
-        self._read, self._write = socket.socketpair()
-        self._read.setblocking(False)
-        self._write.setblocking(False)
-        self.got: signal.Signals | None = None
-        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
-
-    def fileno(self) -> int:
-        return self._read.fileno()
-
-    def drain(self) -> None:
-        """Forget the wake-ups so far."""
-        try:
-            while self._read.recv(64):
-                pass
-        except BlockingIOError:
-            pass
-
-    def close(self) -> None:
-        """Wake nobody any more."""
-        signal.set_wakeup_fd(-1)
-        self._read.close()
-        self._write.close()
-
-    def _handle(self, number: int, _frame: object) -> None:
-        self.got = self.got or signal.Signals(number)
 
 
 class Sidecar:
@@ -133,6 +96,8 @@ class Sidecar:
         self._started = time.monotonic()
         self._finish: Finish | None = None
         self._gpus: tuple[gpus.RankGpu, ...] = ()  # by rank; none without CUDA
+        self._manager = Manager()
+        self._said = ""  # what we are doing, as the lock file and the manager were told
         self._adopted = False  # the pool is one that an earlier run kept
         self._owns = False  # nobody else holds what has our names: it is ours to use and to remove
 
@@ -177,6 +142,7 @@ class Sidecar:
         assert self._finish is not None
         if self._finish.code:
             say(f"kvferry: {self._finish.text}", sys.stderr)
+            self._manager.say(STATUS=self._finish.text)
         else:
             log.info("stopped: %s", self._finish.text)
         log.info("%s", left)
@@ -205,10 +171,13 @@ class Sidecar:
         self._do(Begin())
         while self._finish is None:
             due = self._core.next_due_ns()
-            timeout = None if due is None else max(0.0, (due - time.monotonic_ns()) / 1e9)
+            timeouts = [] if due is None else [max(0.0, (due - time.monotonic_ns()) / 1e9)]
             if any(process.control.pending for process in self._processes.values()):
-                timeout = 0.02 if timeout is None else min(timeout, 0.02)
-            for key, _ in self._selector.select(timeout):
+                timeouts.append(0.02)
+            if self._manager.period_s is not None:
+                timeouts.append(self._manager.period_s)
+            self._manager.live(time.monotonic())
+            for key, _ in self._selector.select(min(timeouts, default=None)):
                 self._readable(key.data)
             for process in self._processes.values():
                 process.control.flush()
@@ -270,10 +239,8 @@ class Sidecar:
     # ---- what the core decided -----------------------------------------------------------------------
 
     def _do(self, event: Event) -> None:
-        before = self._core.phase
         actions = self._core.step(event, time.monotonic_ns())
-        if self._core.phase is not before and self._core.phase in SAYS:
-            self._lock.say(SAYS[self._core.phase])
+        self._tell_phase()
         for action in actions:
             self._carry_out(action)
 
@@ -301,6 +268,21 @@ class Sidecar:
             case Finish():
                 self._finish = action
 
+    def _tell_phase(self) -> None:
+        phase, trouble = self._core.phase, self._core.trouble
+        doing = SAYS.get(phase, self._said)
+        if phase is Phase.RESTARTING and trouble:
+            doing = f"starting again: {trouble}"
+        if doing != self._said:
+            is_end = phase in (Phase.DRAINING, Phase.STOPPING)
+            self._tell(doing, **({"STOPPING": 1} if is_end else {}))
+
+    def _tell(self, doing: str, **words: object) -> None:
+        """For whoever asks the lock file, and for the manager that started us."""
+        self._said = doing
+        self._lock.say(doing)
+        self._manager.say(STATUS=doing, **words)
+
     def _signal(self, child: int, number: signal.Signals) -> None:
         """To a child that was started: one before it in the same breath may have ended all."""
         if child in self._processes:
@@ -312,9 +294,11 @@ class Sidecar:
             return
         try:
             process = Process(module, arguments, fds, {LEVEL_ENV: self._settings.log_level})
-        except OSError as error:  # no memory, no process or no descriptor left: it counts as a death
-            log.error("cannot start %s: %s", module, error)
-            self._do(Failed(child, f"it cannot be started: {error}"))
+        except OSError as error:  # no memory, no process or no descriptor left
+            # Once all serves, the core says it, and not with each try.
+            is_start = self._core.phase is Phase.STARTING
+            log.log(logging.ERROR if is_start else logging.DEBUG, "cannot start %s: %s", module, error)
+            self._do(Failed(child, f"cannot be started: {error}"))
             self._do(Exited(child, os.EX_OSERR))
             return
         self._processes[child] = process
@@ -358,7 +342,7 @@ class Sidecar:
 
                 def reach(done: int, _total: int, before: int = before) -> None:
                     progress.reach(before + done)
-                    self._lock.say(f"starting: pool {progress.text}")
+                    self._tell(f"starting: pool {progress.text}")
                     if self._signals.got:
                         raise Interrupted
 
@@ -372,6 +356,8 @@ class Sidecar:
             progress.close()
 
     def _tell_ready(self, again: bool) -> None:
+        if not again:
+            self._manager.say(READY=1)
         s = self._settings
         took = f"in {time.monotonic() - self._started:.1f} s" + (", with what was kept" if self._adopted else "")
         took = "again, with what the pool holds" if again else took

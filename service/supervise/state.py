@@ -46,6 +46,7 @@ class Child:
     device: dict[str, Any] = field(default_factory=dict)  # what the worker says of it
     kill_why: str = ""
     failed_why: str = ""  # why it cannot start, in its own words
+    answered: bool = False  # it has given a sign of life
     pulse: Pulse = field(default_factory=Pulse)
 
 
@@ -61,8 +62,7 @@ class Rules:
     term_ns: int = 2_000_000_000  # from stop to SIGTERM; workers drain for at most one second
     kill_ns: int = 4_000_000_000  # from stop to SIGKILL
     leave_ns: int = 9_000_000_000  # from stop to leaving an unkillable child behind
-    backoff_ns: int = 1_000_000_000  # wait for the next spare after a taken worker's hard death
-    retry_ns: int = 1_000_000_000  # wait for the next spare after one that did not start; doubled each time
+    retry_ns: int = 1_000_000_000  # wait for the next spare or daemon after one that did not start; doubled each time
     retry_most_ns: int = 30_000_000_000
     beat_ns: int = 1_000_000_000
     late_ns: int = 1_000_000_000  # a beat that comes this much late says more of us than of others

@@ -5,13 +5,14 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from kvferry.net.paths import RunDir
-from tests.process.sidecar import KVFERRY, Sidecar, environment, kvferry
+from tests.process.sidecar import KVFERRY, Sidecar, environment, kvferry, until
 
 pytestmark = pytest.mark.process
 
@@ -161,3 +162,48 @@ def test_somebody_elses_socket_files_are_replaced_and_the_directory_is_kept(tmp_
         assert run_dir.exists()
     finally:
         run_dir.rmdir()
+
+
+class Ears(threading.Thread):
+    """A service manager that listens at an abstract socket."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.name_of_socket = f"@kvferry-test-{os.getpid()}"
+        self.said: list[str] = []
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sock.bind("\0" + self.name_of_socket[1:])
+
+    def run(self) -> None:
+        while (text := self._sock.recv(4096).decode()) != "over":
+            self.said += text.split("\n")
+
+    def close(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.sendto(b"over", "\0" + self.name_of_socket[1:])
+        self.join(10)
+        self._sock.close()
+
+
+def test_a_service_manager_hears_when_it_serves_that_it_lives_what_it_does_and_that_it_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ears = Ears()
+    ears.start()
+    monkeypatch.setenv("NOTIFY_SOCKET", ears.name_of_socket)
+    monkeypatch.setenv("WATCHDOG_USEC", "1000000")
+    sidecar = Sidecar(tp_size=1)
+    try:
+        until(lambda: "READY=1" in ears.said, 10, "ready")
+        before = len(ears.said)
+        until(lambda: ears.said[before:].count("WATCHDOG=1") >= 3, 10, "signs of life")
+        os.kill(sidecar.daemon(), signal.SIGKILL)
+        again = "STATUS=starting again: the daemon died"
+        until(lambda: again in ears.said and "STATUS=serving" in ears.said[ears.said.index(again) :], 30, "again")
+        assert sidecar.stop(signal.SIGTERM) == 0
+        assert ears.said.count("READY=1") == 1
+        first = ears.said.index("STOPPING=1")
+        assert ears.said.index("READY=1") < first and "STATUS=stopping" in ears.said[first - 1 :]
+    finally:
+        sidecar.kill()
+        ears.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.supervise import vitals
-from kvferry.supervise.api import Answered, Exited, Kill, Look, Note, Ready, Seen, Stop, Taken, Tell, TimePassed, Vitals
+from kvferry.supervise.api import Answered, Exited, Kill, Look, Note, Seen, Stop, Taken, Tell, TimePassed, Vitals
 from kvferry.supervise.pulse import TICKS_A_SECOND, Pulse
 from kvferry.supervise.state import LOOKS, Phase
 from tests.service.test_supervisor import Drill
@@ -187,17 +187,6 @@ def test_a_child_of_which_nothing_can_be_seen_is_judged_by_its_death_alone() -> 
         assert not drill.of(Kill)
     drill.do(Seen(999, ASLEEP))
     drill.do(Answered(999))
-
-
-def test_daemons_that_hang_over_and_over_give_up_like_those_that_die() -> None:
-    drill = Drill(tp_size=1).serve()
-    drill.core.rules = drill.core.rules.__class__(1, window_ns=600 * S)
-    for _ in range(6):
-        assert beats_until_killed(drill, drill.daemon, STOPPED)
-        drill.do(Exited(drill.daemon, -9))
-        if drill.core.phase is Phase.RESTARTING:
-            drill.do(Ready(drill.daemon))
-    assert drill.core.phase is Phase.STOPPING
 
 
 # ---- the pulse and the look ------------------------------------------------------------------------------

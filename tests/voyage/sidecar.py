@@ -57,6 +57,7 @@ class Sidecar:
         self.boots = self.deaths = self.kills = self.steps = 0
         self.barren = 0  # so many spares will not start; never those of a sidecar that has not been ready
         self.failed = 0  # that did not
+        self.unborn = 0  # so many daemons cannot be started; never the first one of a `kvferry up`
         self.tears = False  # whether a dying daemon may leave a torn record
         self._clock = clock
         self._log = log
@@ -69,11 +70,15 @@ class Sidecar:
         self._worker_settings = worker_settings
         self._echo_share = echo_share
         self._draw_party = draw_party
+        retry_ns = rng.randrange(1 * MS, 60 * MS)
         self._rules = Rules(
-            len(pools), restarts=1 << 30, backoff_ns=rng.randrange(1 * MS, 60 * MS), beat_ns=beat_ns, late_ns=beat_ns
+            len(pools),
+            restarts=1 << 30,
+            retry_ns=retry_ns,
+            retry_most_ns=8 * retry_ns,
+            beat_ns=beat_ns,
+            late_ns=beat_ns,
         )
-        backoff_ns = self._rules.backoff_ns
-        self._rules = replace(self._rules, retry_ns=backoff_ns, retry_most_ns=8 * backoff_ns)
         self._answer_ns = rng.choice(((10 * US, 2 * MS), (10 * MS, 60 * MS)))  # from a ping to its answer
         self._core: Supervisor | None = None  # None: the supervisor is dead too
         self._of_daemon = 0  # the daemon as the core names it
@@ -117,6 +122,11 @@ class Sidecar:
     def _carry_out(self, core: Supervisor, action: up.Action) -> None:
         rng = self._rng
         match action:
+            case up.SpawnDaemon(child) if self.unborn and core.phase is not Phase.STARTING:
+                self._log("sidecar", "no process is to be had for a daemon")
+                self.unborn -= 1
+                self._do(core, up.Failed(child, "cannot be started: no process is to be had"))
+                self._do(core, up.Exited(child, 71))
             case up.SpawnDaemon(child):
                 self._start_daemon(child)
                 self._do(core, up.Spawned(child, child & 0xFFFF | 1))

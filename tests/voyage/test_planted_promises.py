@@ -130,7 +130,7 @@ BREAKS = {
         "a_dead_engine_takes_its_neighbours_jobs_along a_dead_worker_fails_the_jobs_of_its_rank"
         " nobody_is_ever_hung spares_are_not_asked want_of_a_processor_is_taken_for_a_hang"
         " silence_is_measured_by_the_clock a_hung_daemon_is_killed_and_not_replaced"
-        " a_spare_that_does_not_start_is_not_tried_again"
+        " a_spare_that_does_not_start_is_not_tried_again a_daemon_that_could_not_be_started_is_not_tried_again"
     ),
     "I8": "namespaces_are_ignored",
     "law 1": (

@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.supervise.api import Vitals
 from kvferry.supervise.core import Supervisor
+from kvferry.supervise.daemons import Daemons
 from kvferry.supervise.pulse import Pulse
 from kvferry.supervise.spares import Spares
 from kvferry.supervise.state import Child, Life
@@ -70,8 +71,22 @@ def a_hung_daemon_is_killed_and_not_replaced(patch: pytest.MonkeyPatch) -> None:
     """Its end was our own deed, so nobody looks after it."""
     died = Supervisor._daemon_died
     patch.setattr(
-        Supervisor, "_daemon_died", lambda self, how, now_ns: [] if "no answer" in how else died(self, how, now_ns)
+        Supervisor,
+        "_daemon_died",
+        lambda self, one, how, now_ns: [] if "no answer" in how else died(self, one, how, now_ns),
     )
+
+
+def a_daemon_that_could_not_be_started_is_not_tried_again(patch: pytest.MonkeyPatch) -> None:
+    """Nobody has died, so nobody is missed."""
+    die = Daemons.die
+
+    def die_if_it_lived(self: Daemons, one: Child, how: str, now_ns: int) -> tuple[str, bool]:
+        told, is_over = die(self, one, how, now_ns)
+        self.start_at = self.start_at if one.pid else None
+        return told, is_over
+
+    patch.setattr(Daemons, "die", die_if_it_lived)
 
 
 def a_spare_that_does_not_start_is_not_tried_again(patch: pytest.MonkeyPatch) -> None:
@@ -91,6 +106,7 @@ PLANTS: list[tuple[Plant, str, tuple[tuple[str, ...], ...]]] = [
     (want_of_a_processor_is_taken_for_a_hang, "which lives", (("daemon_stall",),)),
     (silence_is_measured_by_the_clock, "which lives", (("sidecar_stall",),)),
     (a_hung_daemon_is_killed_and_not_replaced, "liveness", (("daemon_hang",),)),
+    (a_daemon_that_could_not_be_started_is_not_tried_again, "liveness", (("daemon_crash", "daemon_hang"),)),
     (a_spare_that_does_not_start_is_not_tried_again, "liveness", (("worker_crash", "sidecar_crash"),)),
 ]
 

@@ -110,6 +110,9 @@ class Voyage:
         luck = random.Random(f"spares of {seed}")
         if self.faults.kinds and luck.random() < 0.3:
             self.sidecar.barren = luck.randrange(1, 9)
+        luck = random.Random(f"daemons of {seed}")
+        if self.faults.are_restarts and luck.random() < 0.3:
+            self.sidecar.unborn = luck.randrange(1, 5)
         for _ in range(num_engines):
             self._launch()
         self.faults.begin(self.num_steps * num_engines)

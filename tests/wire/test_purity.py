@@ -25,6 +25,7 @@ CORES = [
     "service/client/core.py",
     "service/client/*_core.py",
     "service/supervise/core.py",
+    "service/supervise/daemons.py",
     "service/supervise/spares.py",
 ]
 IMPURE = {
