@@ -1,4 +1,8 @@
-"""Ask the sidecar what it holds and does. Exit code 1 if none runs; with --check also if a rank lacks something."""
+"""Ask the sidecar what it holds and does. Exit code 1 if none runs; with --check also if a rank lacks something.
+
+With --json there is always one object on stdout, whatever the exit code: its `state` is `serving` only if the daemon
+answered; else it is what the sidecar does instead, `absent`, or the code of an error, and `text` says it for people.
+"""
 
 import argparse
 import json
@@ -7,6 +11,8 @@ from typing import Any
 
 from kvferry.cli.ask import ask_status, stopped_up
 from kvferry.cli.flags import add_run_dir, run_dir_of
+from kvferry.net.paths import RunDir
+from kvferry.proto.errors import ConfigError, KvferryError
 from kvferry.supervise import kept
 from kvferry.supervise.rundir import SERVING, read_lock
 
@@ -24,9 +30,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, print; 1 if nobody answers."""
-    run_dir = run_dir_of(arguments)
+    held = None
+    try:
+        run_dir = run_dir_of(arguments)
+        held = kept.look(run_dir)
+        return _ask(arguments, run_dir, held)
+    except KvferryError as error:
+        if not arguments.json:
+            raise
+        code = _absent(True, str(error), error.code, held)
+        return 2 if isinstance(error, ConfigError) else code
+
+
+def _ask(arguments: argparse.Namespace, run_dir: RunDir, held: kept.Kept | None) -> int:
     holder = read_lock(run_dir)
-    held = kept.look(run_dir)
     if holder is None:
         text = f"no kvferry runs at {run_dir.path}"
         if held is not None and not held.unusable:
@@ -44,10 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
         status["kept"] = held.as_dict()
     if arguments.check:
         lacking = amiss(status)
-        print("\n".join(lacking or ["nothing is amiss"]))
+        if arguments.json:
+            _print({"state": doing, "text": "\n".join(lacking), "amiss": lacking})
+        else:
+            print("\n".join(lacking or ["nothing is amiss"]))
         return 1 if lacking else 0
     if arguments.json:
-        print(json.dumps(status, indent=2))
+        _print(status)
     else:
         print("\n".join(table(status)))
     return 0
@@ -56,10 +76,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _absent(as_json: bool, text: str, state: str, held: kept.Kept | None) -> int:
     if as_json:
         kept_there = held.as_dict() if held is not None else None
-        print(json.dumps({"state": state, "text": text, "kept": kept_there}))
+        _print({"state": state, "text": text, "kept": kept_there})
     else:
         print(text, file=sys.stderr)
     return 1
+
+
+def _print(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer, indent=2))
 
 
 def amiss(status: dict[str, Any]) -> list[str]:

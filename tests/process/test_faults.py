@@ -1,6 +1,8 @@
 """Kill each process of a sidecar under a living engine: the engine goes on, and all is back soon."""
 
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +15,8 @@ from kvferry import Outcome
 from kvferry.cli.ask import ask_status
 from kvferry.net.paths import RunDir
 from kvferry.proto.errors import LostError
-from tests.process.sidecar import Sidecar, alive, until
+from kvferry.supervise.rundir import SERVING, read_lock
+from tests.process.sidecar import Sidecar, alive, kvferry, until
 from tests.process.tiny_engine import TinyEngine, keys_of
 
 pytestmark = pytest.mark.process
@@ -175,3 +178,43 @@ def test_a_stopped_daemon_or_spare_is_noticed_killed_and_replaced_and_the_worker
             assert engine.ranks[1].worker_pid == serving[1]
             assert sidecar.status()["daemon_restarts"] == 1
         round_trip(engine, "second")
+
+
+def test_a_daemon_for_which_there_is_no_room_is_tried_again_and_the_workers_stay() -> None:
+    """No process, memory or descriptor to be had: that is no death, is said, and is over when it is over."""
+    with Sidecar("--restarts", "1") as sidecar:
+        workers = [*sidecar.workers(0), *sidecar.workers(1)]
+
+        def doing() -> str:
+            return (read_lock(RunDir.at(sidecar.run_dir)) or (0, ""))[1]
+
+        limits = resource.prlimit(sidecar.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(sidecar.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        os.kill(sidecar.daemon(), signal.SIGKILL)
+        until(lambda: doing().endswith("2 in a row"), 20, "tried twice")
+        done = kvferry("status", "--json", "--check", "--run-dir", sidecar.run_dir)
+        assert done.returncode == 1
+        assert "the daemon cannot be started: [Errno 24] Too many open files" in json.loads(done.stdout)["text"]
+        resource.prlimit(sidecar.pid, resource.RLIMIT_NOFILE, limits)
+        until(lambda: doing() == SERVING, 30, "served again")
+        assert [*sidecar.workers(0), *sidecar.workers(1)] == workers
+        assert sidecar.status()["daemon_restarts"] == 1
+        assert len([line for line in sidecar.lines if "cannot be started" in line]) == 1
+
+
+def test_a_stopped_up_whose_daemon_is_dead_is_named_to_programs_too() -> None:
+    with Sidecar(tp_size=1) as sidecar:
+        daemon = sidecar.daemon()
+        os.kill(sidecar.pid, signal.SIGSTOP)
+        try:
+            os.kill(daemon, signal.SIGKILL)
+            until(lambda: not alive(daemon), 5, "the daemon is dead")
+            words = kvferry("status", "--run-dir", sidecar.run_dir)
+            done = kvferry("status", "--json", "--run-dir", sidecar.run_dir)
+        finally:
+            os.kill(sidecar.pid, signal.SIGCONT)
+        answer = json.loads(done.stdout)
+        assert answer["state"] == "daemon.lost" and f"kvferry up (pid {sidecar.pid})" in answer["text"]
+        assert "is stopped (state T)" in answer["text"] and f"`kill -CONT {sidecar.pid}`" in answer["text"]
+        assert (done.returncode, done.stderr) == (words.returncode, "") and words.returncode == 1
+        until(lambda: kvferry("status", "--run-dir", sidecar.run_dir).returncode == 0, 30, "another daemon")

@@ -1,6 +1,16 @@
 """The table that `kvferry status` prints."""
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli import status
+from kvferry.cli.main import main
 from kvferry.cli.status import amiss, table
+from kvferry.net.paths import RunDir
+from kvferry.supervise.rundir import SERVING, Lock
 
 
 def test_plain_values_come_first_then_one_block_for_each_map_and_list() -> None:
@@ -52,3 +62,57 @@ def test_what_is_amiss_has_a_line_each_and_nothing_has_none() -> None:
         "engine 'e': rank 0 is lost",
         "a new daemon waits for workers of the old one",
     ]
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Iterator[Lock]:
+    """An `up` that holds its lock; no daemon answers."""
+    held = Lock(RunDir.at(tmp_path))
+    yield held
+    held.release()
+
+
+def asked(tmp_path: Path, *flags: str) -> int:
+    return main(["status", *flags, "--run-dir", str(tmp_path)])
+
+
+@pytest.mark.parametrize("flags", [["--json"], ["--json", "--check"]])
+@pytest.mark.parametrize("doing", [SERVING, "starting again: the daemon cannot be started: no room, 3 in a row"])
+def test_a_program_is_told_in_json_what_a_person_is_told_in_words_with_the_same_exit_code(
+    flags: list[str], doing: str, lock: Lock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock.say(doing)
+    code = asked(tmp_path)
+    words = capsys.readouterr()
+    assert words.out == ""
+    assert asked(tmp_path, *flags) == code == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["text"] == words.err.rstrip("\n")
+    assert answer["state"] == ("daemon.lost" if doing == SERVING else doing)
+    assert answer["kept"] is None
+
+
+def test_where_none_runs_and_where_a_flag_cannot_be_json_is_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asked(tmp_path, "--json") == 1
+    assert json.loads(capsys.readouterr().out)["state"] == "absent"
+    assert main(["status", "--json", "--run-dir", ""]) == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out)["state"] == "settings.run_dir" and said.err == ""
+
+
+@pytest.mark.parametrize("lacking", [[], [{"rank": 1, "tries": 3, "why": "exited with code 2"}]])
+def test_a_check_is_json_too_if_it_is_asked_for_so(
+    lacking: list[object],
+    lock: Lock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lock.say(SERVING)
+    answer = {"no_spare": lacking, "engines": [], "restarting": False}
+    monkeypatch.setattr(status, "ask_status", lambda _: answer)
+    assert asked(tmp_path, "--check", "--json") == len(lacking)
+    said = json.loads(capsys.readouterr().out)
+    assert said["state"] == SERVING and said["amiss"] == amiss(answer)
