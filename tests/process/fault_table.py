@@ -28,6 +28,7 @@ from tests.process.far_engine import FarEngine
 from tests.process.sidecar import Sidecar, alive, kvferry, until
 
 PARTS: Final = ("worker", "daemon", "supervisor", "whole sidecar", "engine scheduler", "engine rank")
+BOTH: Final = "sidecar and engine"
 KINDS: Final = ("SIGKILL", "SIGSTOP", "clean exit")
 MOMENTS: Final = ("idle", "during a store", "during a load", "during attach")
 
@@ -62,11 +63,16 @@ class Row:
         return self.part.startswith("engine")
 
     @property
+    def ends_engine(self) -> bool:
+        return (self.is_engines or self.part == BOTH) and self.kind != "SIGSTOP"
+
+    @property
     def ends_sidecar(self) -> bool:
-        return self.part in ("supervisor", "whole sidecar") and self.kind != "SIGSTOP"
+        return self.part in ("supervisor", "whole sidecar", BOTH) and self.kind != "SIGSTOP"
 
 
 ROWS: Final = [Row(part, kind, moment) for part in PARTS for kind in KINDS for moment in MOMENTS]
+ROWS.append(Row(BOTH, "SIGKILL", "during a store"))  # nobody is left who could clean up after the other
 
 
 @dataclass(slots=True)
@@ -162,7 +168,9 @@ class Bench:
             if row.kind == "SIGSTOP":
                 strike.resumed.wait()
             self.engine.hear_open()
-        if row.is_engines and row.kind != "SIGSTOP":
+        if row.part == BOTH:
+            self._watch_both(strike, played)
+        elif row.ends_engine:
             self._watch_engine(row, strike, played, old_workers)
         else:
             self._watch_sidecar(row, strike, played, old_workers, ticket)
@@ -222,8 +230,9 @@ class Bench:
             return [self.sidecar.daemon()]
         if row.part == "supervisor":
             return [self.sidecar.pid]
-        if row.part == "whole sidecar":
-            return [self.sidecar.pid, *self.sidecar.children()]
+        if row.part in ("whole sidecar", BOTH):
+            engine = [process.pid for process in self.engine.processes] if row.part == BOTH else []
+            return [self.sidecar.pid, *self.sidecar.children(), *engine]
         if row.moment != "during attach":
             return [self.engine.worker_pids[1]]
         # The spare that will serve it.
@@ -347,6 +356,19 @@ class Bench:
         played.recover_s = time.monotonic() - strike.at
         played.effect = f"its memory unmapped after {unmapped_s:.2f} s; the next one hits"
 
+    def _watch_both(self, strike: _Strike, played: Played) -> None:
+        """Neither lives to notice. Both are started again at once, and find each other and all keys; no file is new."""
+        assert strike.next_sidecar is not None
+        where = RunDir.at(self.run_dir)
+        ours = sorted([where.table.name, *(where.pool(rank).name for rank in range(2))])
+        unmapped_s = self._replace_engine()
+        played.recover_s = time.monotonic() - strike.at
+        self._past.append(self.sidecar)
+        self.sidecar = strike.next_sidecar.result(RECOVER_S)
+        left = sorted(path.name for path in where.table.parent.glob(f"kvferry-{where.instance}*"))
+        assert left == ours, f"files in /dev/shm: {left}"
+        played.effect = f"its memory unmapped after {unmapped_s:.2f} s; the next one hits"
+
     def _replace_engine(self) -> float:
         """SIGKILL to what lives of the engine; the next one hits. Seconds until nobody maps the dead one's memory."""
         dead, self.engine, self.spare = self.engine, self.spare, FarEngine()
@@ -375,7 +397,7 @@ class Bench:
         """What every row must keep."""
         if row.kind == "SIGKILL" and played.notice_s is not None:
             assert played.notice_s <= NOTICE_S, f"noticed after {played.notice_s:.2f} s"
-        engine_died = row.is_engines and row.kind != "SIGSTOP"
+        engine_died = row.ends_engine
         if not engine_died:
             longest_s = self.engine.longest_s
             assert longest_s < CALL_S, f"a call of the engine took {longest_s:.2f} s"

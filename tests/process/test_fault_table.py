@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.fault_table import HEAD, MOMENTS, ROWS, Bench, Row
+from tests.process.fault_table import BOTH, HEAD, MOMENTS, ROWS, Bench, Row
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 
@@ -24,6 +24,7 @@ SHORT = [
     Row("supervisor", "SIGSTOP", "during a load"),
     Row("supervisor", "clean exit", "idle"),
     Row("whole sidecar", "SIGKILL", "during a load"),
+    Row(BOTH, "SIGKILL", "during a store"),
 ]
 
 
