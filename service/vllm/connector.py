@@ -7,7 +7,8 @@
     └───────────────────────────┘  words  └──────────────────────────┘
 
 vLLM builds the class twice, once for each role; with one process for both, both halves live side by side, so
-nothing here is global. No hook raises (`guard.py`), and none waits longer than the lookup's budget.
+nothing here is global. No hook raises (`guard.py`), and none waits longer than the lookup's budget, or some
+milliseconds where the engine has nothing to compute.
 """
 
 import logging

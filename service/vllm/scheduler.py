@@ -9,8 +9,8 @@
 It keeps per request how far its blocks are stored, and nothing about copies: those are the client's. Blocks
 are stored as soon as the step that fills them is planned; the ranks begin them after that step's forward.
 
-Never: waits (but for the lookup's budget inside `Client.hits`), offers a request a load twice after one
-failed, stores what a reset has made stale.
+Never: waits (but inside `Client.hits`: for the lookup's budget, a little longer in an engine without other
+work), offers a request a load twice after one failed, stores what a reset has made stale.
 """
 
 import time
@@ -33,6 +33,9 @@ MAX_RETRIES: Final = 3
 # An idle engine steps on this long for ranks that hold begins back until their device is past them: longer than
 # any forward, and an end if a device hangs.
 HOLDING_NS: Final = 1_000_000_000
+# An answer to the only request that could run is waited for so long: an empty step instead, with its pauses,
+# takes longer and asks again no earlier.
+IDLE_WAIT_S: Final = 0.005
 # The block that vLLM hands to nobody: padding of block tables.
 NULL_BLOCK: Final = 0
 
@@ -43,7 +46,7 @@ class ClientLike(Protocol):
     @property
     def attached(self) -> bool: ...
     def lookup(self, request: str, keys: Sequence[bytes] | bytes, *, group: int = 0) -> None: ...
-    def hits(self, request: str) -> Hits: ...
+    def hits(self, request: str, *, idle_s: float = 0.0) -> Hits: ...
     def load(self, request: str, keys: Sequence[bytes] | bytes, blocks: Sequence[int], *, group: int = 0) -> int: ...
     def store(self, request: str, keys: Sequence[bytes] | bytes, blocks: Sequence[int], *, group: int = 0) -> int: ...
     def written(self, blocks: Iterable[int]) -> frozenset[int]: ...
@@ -176,7 +179,7 @@ class SchedulerHalf:
             return 0, False
         if not live.is_asked:
             self._ask(live)
-        hits = self._client.hits(request.request_id)
+        hits = self._client.hits(request.request_id, idle_s=IDLE_WAIT_S if self._is_alone(request.request_id) else 0.0)
         if not hits.ready:
             # A key that is on its way helps only if the engine has not got that block itself.
             if hits.next is Next.PENDING and hits.count < local:
@@ -319,6 +322,10 @@ class SchedulerHalf:
             if not self.is_off and not live.is_bypassed and not request.skip_reading_prefix_cache:
                 self._ask(live)
         return live
+
+    def _is_alone(self, name: str) -> bool:
+        """Whether the engine has nothing to compute but this request: all others wait for their loads."""
+        return len(self._live) <= len(self._loading) + 1 and self._live.keys() <= self._loading.keys() | {name}
 
     def _ask(self, live: _Live) -> None:
         request = live.request

@@ -31,6 +31,20 @@ def test_the_budget_is_whole_again_after_the_step() -> None:
         assert [round(each, 6) for each in s.carrier.waits] == [0.002] * 3
 
 
+def test_an_engine_with_nothing_else_to_do_may_wait_longer() -> None:
+    with stage() as s:
+        s.attached()
+        s.client.lookup("a", chain(1))
+        begin_ns = s.clock.now_ns
+        assert not s.client.hits("a", idle_s=0.005).ready
+        assert s.clock.now_ns - begin_ns == 5 * MS
+        assert not s.client.hits("a").ready, "it was of the same budget"
+        assert s.clock.now_ns - begin_ns == 5 * MS
+        s.client.end_step()
+        assert not s.client.hits("a", idle_s=0.001).ready, "never less than the budget"
+        assert s.clock.now_ns - begin_ns == 7 * MS
+
+
 def test_hits_returns_as_soon_as_its_answer_is_there() -> None:
     with stage(generous) as s:
         s.attached()

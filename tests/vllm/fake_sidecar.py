@@ -100,6 +100,7 @@ class FakeClient:
         self.salt = b""
         self.told: dict[int, bool] = {}  # load tickets whose words came, and whether all were good
         self.closed = False
+        self.idle_s = 0.0  # how long the last question might wait beyond its budget
         self._stores: list[int] = []
         self._loads: list[int] = []
         self._revokes: set[int] = set()
@@ -108,7 +109,8 @@ class FakeClient:
     def lookup(self, request: str, keys: Sequence[bytes] | bytes, *, group: int = 0) -> None:
         self.asked[request] = [self.salt + key for key in keys]  # type: ignore[operator]
 
-    def hits(self, request: str) -> Hits:
+    def hits(self, request: str, *, idle_s: float = 0.0) -> Hits:
+        self.idle_s = idle_s
         if self.shared.rng.randrange(100) < self.shared.lateness:
             return Hits(ready=False)
         count = 0

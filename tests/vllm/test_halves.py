@@ -143,11 +143,33 @@ def test_a_late_answer_is_asked_for_again_next_step() -> None:
     assert lab.half.matched(request, 0) == (8, True)
 
 
+def test_an_answer_is_waited_for_longer_only_if_nothing_else_could_be_computed() -> None:
+    """An empty step in its place takes longer; a step that computes is never kept waiting."""
+    lab, request, other = Lab(), Asked("a", 9), Asked("b", 9)
+    lab.hold(2)
+    lab.half.arrived(request)
+    found, _ = lab.half.matched(request, 0)
+    assert lab.client.idle_s > 0, "it is alone"
+    lab.tables["a"] = [3, 4, 5]
+    lab.half.allocated(request, lab.tables["a"], found)
+    lab.step()
+    lab.half.arrived(other)
+    lab.half.matched(other, 0)
+    assert lab.client.idle_s > 0, "the other one only waits for its load"
+    lab.half.heard({"a"}, (), {})
+    lab.half.matched(other, 0)
+    assert lab.client.idle_s == 0, "the load is over: its request can run"
+    lab.step((request, 1))
+    lab.half.finished(request, lab.tables["a"], is_aborted=False)
+    lab.half.matched(other, 0)
+    assert lab.client.idle_s > 0, "its request has ended"
+
+
 def test_a_key_on_its_way_is_waited_for_only_if_the_engine_lacks_its_block() -> None:
     """Case 114: many requests of one prefix must not queue behind the first one's store."""
     lab, request = Lab(), Asked("a", 20)
     lab.half.arrived(request)
-    lab.client.hits = lambda _: Hits(False, 2, Next.PENDING, 5)  # type: ignore[method-assign]
+    lab.client.hits = lambda *_, **__: Hits(False, 2, Next.PENDING, 5)  # type: ignore[method-assign]
     assert lab.half.matched(request, 8) == (None, False)
     assert lab.half.matched(request, 12) == (0, False)
 
