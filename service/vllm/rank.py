@@ -21,8 +21,9 @@ from kvferry.vllm.work import LoadTimes, RankWords, StepWork
 LAST_WORD_NS: Final = 10_000_000_000
 # While loads are all there is to do, vLLM runs a thousand empty steps a second, and its ranks spin between them:
 # on a machine with few cores that starves the very copies they wait for. So a rank sleeps in such a step until
-# its worker speaks. A request that arrives meanwhile waits as long, so it is short.
-IDLE_WAIT_S: Final = 0.005
+# its worker speaks of a load. A request that arrives meanwhile waits as long, so it is short; but the next empty step
+# looks only 2.5 ms after this one has ended, so it is not much shorter than a load of some 30 MiB.
+IDLE_WAIT_S: Final = 0.008
 # The same while the sidecar's answer to a lookup, or another rank's load, is all there is to wait for: a rank
 # cannot see it come. One rank that spins is enough to starve the copy that the other one waits for.
 IDLE_SLEEP_S: Final = 0.002
@@ -120,9 +121,8 @@ class RankHalf:
         if self._client is not None:
             if self._loading:
                 self._hear(self._client)
-                if self._is_idle_step and not self._finished:
-                    self._client.wait(self._pause_s(IDLE_WAIT_S))
-                    self._hear(self._client)
+                if self._is_idle_step:
+                    self._wait(self._client)
             else:
                 if self._is_waiting_step:
                     time.sleep(self._pause_s(IDLE_SLEEP_S))
@@ -154,10 +154,22 @@ class RankHalf:
         if self._client is not None:
             self._client.close()
 
-    def _hear(self, client: RankClientLike) -> None:
+    def _wait(self, client: RankClientLike) -> None:
+        """Sleep until a load ends or the pause is over. A word on a store alone is no reason to end the step."""
+        left_s = self._pause_s(IDLE_WAIT_S)
+        while left_s > 0 and not self._finished:
+            since_ns = self._now_ns()
+            client.wait(left_s)
+            if not self._hear(client):
+                break  # time is over, or nobody is there to say anything
+            left_s -= (self._now_ns() - since_ns) / 1e9
+
+    def _hear(self, client: RankClientLike) -> bool:
+        """Take the worker's words; whether there were any."""
         now = self._now_ns()
         open_loads = client.open_loads  # before the report: what ends between the two is in it
-        for end in client.poll().loads:
+        report = client.poll()
+        for end in report.loads:
             loading = self._loading.pop(end.ticket, None)
             if loading is None:
                 continue
@@ -170,6 +182,7 @@ class RankHalf:
             for ticket in self._loading.keys() - open_loads:
                 loading = self._loading.pop(ticket)
                 self._fail(loading.name, loading.blocks)
+        return bool(report)
 
     def _pause_s(self, least: float) -> float:
         waited_s = (self._now_ns() - self._idle_since_ns) / 1e9 if self._idle_since_ns is not None else 0.0

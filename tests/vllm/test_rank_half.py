@@ -206,6 +206,41 @@ def test_a_rank_sleeps_only_in_steps_that_compute_nothing() -> None:
     assert len(waits) == 1
 
 
+def test_a_word_on_a_store_ends_no_wait_for_a_load() -> None:
+    """The next look would come after an empty step, and vLLM's pause between two of them."""
+    client = Ranks()
+    now, waits = [0], list[float]()
+    said = [RankReport(stores=(7,)), RankReport(stores=(8,)), RankReport(loads=(LoadEnd(1, True),))]
+
+    def wait(timeout_s: float) -> None:
+        waits.append(round(timeout_s, 6))
+        now[0] += 10**6
+        client.report = said.pop(0)
+
+    client.wait = wait  # type: ignore[method-assign]
+    half = RankHalf(client, lambda: now[0])
+    half.begin_loads(work((1, "a", (5,))))
+    half.begin_loads(StepWork(Directive(2), is_idle=True))
+    assert half.finished() == {"a"}
+    assert waits == [round(IDLE_WAIT_S - ms / 1000, 6) for ms in range(3)]
+
+
+def test_words_on_stores_make_no_wait_longer() -> None:
+    client = Ranks()
+    now = [0]
+
+    def wait(timeout_s: float) -> None:
+        now[0] += 10**6
+        client.report = RankReport(stores=(7,))
+
+    client.wait = wait  # type: ignore[method-assign]
+    half = RankHalf(client, lambda: now[0])
+    half.begin_loads(work((1, "a", (5,))))
+    half.begin_loads(StepWork(Directive(2), is_idle=True))
+    assert half.finished() == set()
+    assert now[0] == IDLE_WAIT_S * 1e9
+
+
 def test_the_longer_it_takes_the_longer_a_rank_sleeps_and_never_longer_than_a_frame() -> None:
     client = Ranks()
     waits: list[float] = []
