@@ -136,15 +136,15 @@ class Client:
     def hits(self, request: str, *, idle_s: float = 0.0) -> Hits:
         """How many leading keys of the request's lookup can be loaded.
 
-        Waits at most what is left of this step's budget, or `idle_s` if that is more: of an engine that has
-        nothing else to do. `ready` False: ask again in the next step; after the request's patience the answer
-        is ready, with what is known by then.
+        Waits at most what is left of this step's budget, or `idle_s`, within the patience, if that is more: of an
+        engine that has nothing else to do. `ready` False: ask again in the next step; after the request's
+        patience the answer is ready, with what is known by then.
         """
         found = Hits(True)
         with self._turn(receive=True) as now_ns:
             found = self._core.hits(request, now_ns)
             self._send()
-            left_ns = max(self._budget_left_ns, int(idle_s * 1e9))
+            left_ns = max(self._budget_left_ns, min(int(idle_s * 1e9), self._core.settings.patience_ns))
             while not found.ready and self._peer and left_ns > 0 and self._core.is_awaited(request):
                 self._peer.wait(left_ns / 1e9)
                 before_ns, now_ns = now_ns, self._now_ns()

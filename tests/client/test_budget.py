@@ -43,6 +43,8 @@ def test_an_engine_with_nothing_else_to_do_may_wait_longer() -> None:
         s.client.end_step()
         assert not s.client.hits("a", idle_s=0.001).ready, "never less than the budget"
         assert s.clock.now_ns - begin_ns == 7 * MS
+        assert s.client.hits("a", idle_s=1.0) == Hits(True), "never more than the patience"
+        assert s.clock.now_ns - begin_ns == 27 * MS
 
 
 def test_hits_returns_as_soon_as_its_answer_is_there() -> None:
