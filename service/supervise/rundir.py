@@ -21,8 +21,8 @@ def make_private(run_dir: RunDir) -> bool:
     ConfigError naming it and the fix if it cannot be used, is another user's, or is open to others.
     """
     path = run_dir.path
-    created = not path.exists()
     try:
+        created = not path.exists()  # raises where a directory above may not be entered
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_shared(path, path.stat())
         probe = path / f".probe-{os.getpid()}"
