@@ -93,24 +93,28 @@ def test_a_pool_larger_than_dev_shm_is_refused_with_both_numbers(docker: Docker,
     assert "--shm-size" in said
 
 
+def test_a_run_dir_of_another_user_is_refused_in_one_line(docker: Docker, stack: Stack) -> None:
+    """Of a container that runs as somebody else: the directory above may not even be entered."""
+    run = ["run", "--rm", "--network", "none", "--cap-drop", "ALL", "--user", "10002:10002"]
+    said = docker(*run, "--env", "KVFERRY_RUN_DIR=/run/kvferry/own", IMAGES["kvferry"], "up", check=False)
+    assert "ended with 2" in said and "cannot write in the run dir /run/kvferry/own: Permission denied" in said
+    assert "Traceback" not in said
+
+
 def test_kvferry_serves_on_the_volumes_of_the_pod_of_kubernetes(docker: Docker, stack: Stack) -> None:
     """As its container is there: user, rights and environment of pod.yaml, and volumes that are open to everybody."""
     pod = Pod("pod.yaml")
     user = pod.spec["securityContext"]
     rights = ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--network", "none"]
     rights += ["--user", f"{user['runAsUser']}:{user['runAsGroup']}"]
-    volumes = [
-        word
-        for mount in pod.sidecar["volumeMounts"]
-        for word in ("--mount", f"type=tmpfs,destination={mount['mountPath']},tmpfs-mode=0777")
-    ]
+    volumes = [word for mount in pod.sidecar["volumeMounts"] for word in ("--tmpfs", f"{mount['mountPath']}:mode=0777")]
     env = pod.env(pod.sidecar) | {"KVFERRY_HOST_MEMORY": "64MiB"}
     given = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
     probe = pod.sidecar["startupProbe"]["exec"]["command"]
     container = docker("run", "--detach", *rights, *volumes, *given, pod.sidecar["image"])
     try:
         until(lambda: "ended with" not in docker("exec", container, *probe, check=False), 60, "its probe is answered")
-        docker("stop", "--time", "20", container)
+        docker("stop", container)
         assert docker("inspect", "--format", "{{.State.ExitCode}}", container) == "0"
     finally:
         docker("rm", "--force", container)
