@@ -23,7 +23,7 @@ def test_a_refused_import_leaves_the_engine_without_a_cache_and_with_the_reason(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case 98. Engine: runs, told once. Worker: refuses, exits 0. Later: the rank attaches by itself."""
-    monkeypatch.setattr("kvferry.client.rank.REFUSED_RETRY_S", 0.5)
+    monkeypatch.setattr("kvferry.client.search.REFUSED_RETRY_S", 0.5)
     sidecar = node.up()
     node.steer("cuIpcOpenMemHandle_v2 fail 205")
     engine = node.engine(sidecar)
