@@ -68,8 +68,9 @@ def test_the_worker_image_has_torch_and_the_same_package(docker: Docker, gpu: St
 
 def test_docker_is_asked_for_the_same_gpu_and_one_numbering_of_processes(gpu: Stack) -> None:
     """Case 98: by UUID for both; the sidecar has no network; neither has a right beside."""
-    gpu.compose("up", "--no-start")
+    gpu.compose("up", "-d", "pool")  # compose 1 knows no namespaces of a container that does not run
     try:
+        gpu.compose("up", "--no-start")
         pool = gpu.container("pool")
         for service in ("kvferry-gpu", "vllm-gpu"):
             host = json.loads(gpu.look(service, "{{json .HostConfig}}"))

@@ -107,7 +107,10 @@ def test_kvferry_serves_on_the_volumes_of_the_pod_of_kubernetes(docker: Docker, 
     user = pod.spec["securityContext"]
     rights = ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--network", "none"]
     rights += ["--user", f"{user['runAsUser']}:{user['runAsGroup']}"]
-    volumes = [word for mount in pod.sidecar["volumeMounts"] for word in ("--tmpfs", f"{mount['mountPath']}:mode=0777")]
+    # Volumes, as there: a tmpfs of Docker's own takes owner and mode of what the image has at that place.
+    kind = "type=volume,volume-nocopy,volume-driver=local,volume-opt=type=tmpfs,volume-opt=device=tmpfs"
+    kind += ",volume-opt=o=mode=0777,destination="
+    volumes = [word for mount in pod.sidecar["volumeMounts"] for word in ("--mount", kind + mount["mountPath"])]
     env = pod.env(pod.sidecar) | {"KVFERRY_HOST_MEMORY": "64MiB"}
     given = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
     probe = pod.sidecar["startupProbe"]["exec"]["command"]
@@ -117,7 +120,7 @@ def test_kvferry_serves_on_the_volumes_of_the_pod_of_kubernetes(docker: Docker, 
         docker("stop", container)
         assert docker("inspect", "--format", "{{.State.ExitCode}}", container) == "0"
     finally:
-        docker("rm", "--force", container)
+        docker("rm", "--force", "--volumes", container)
 
 
 def test_the_engine_starts_when_the_sidecar_is_healthy(serving: Stack) -> None:
