@@ -167,7 +167,8 @@ class RankHalf:
     def _hear(self, client: RankClientLike) -> bool:
         """Take the worker's words; whether there were any."""
         now = self._now_ns()
-        open_loads = client.open_loads  # before the report: what ends between the two is in it
+        # Before the report: what ends between the two is in it.
+        open_loads = client.open_loads if self._broken_ns is not None else None
         report = client.poll()
         for end in report.loads:
             loading = self._loading.pop(end.ticket, None)
@@ -177,7 +178,7 @@ class RankHalf:
                 self._failed_blocks.update(end.failed_blocks or loading.blocks)
             self._finished.add(loading.name)
             self._times[loading.name] = LoadTimes(end.wait_us, end.copy_us, (now - loading.since_ns) // 1000)
-        if self._broken_ns is not None:
+        if open_loads is not None:
             # Lost in the failure, between the engine's orders and the client: no worker was told to write these.
             for ticket in self._loading.keys() - open_loads:
                 loading = self._loading.pop(ticket)
