@@ -256,7 +256,7 @@ class SchedulerHalf:
                 live = self._live.get(name)
                 if live is not None:
                     self._store_full(live, num_tokens, block_ids)
-        return self._tell(self._client.end_step(), is_idle=not scheduled)
+        return self._tell(self._client.end_step(), is_idle=not scheduled and not self._is_computing())
 
     def failed_step(self) -> StepWork:
         """What the ranks must do in a step whose planning went wrong: fail what they were not told of.
@@ -326,6 +326,13 @@ class SchedulerHalf:
     def _is_alone(self, name: str) -> bool:
         """Whether the engine has nothing to compute but this request: all others wait for their loads."""
         return len(self._live) <= len(self._loading) + 1 and self._live.keys() <= self._loading.keys() | {name}
+
+    def _is_computing(self) -> bool:
+        """Whether an earlier step's tokens are still to come: a pipeline's next step must not find a rank asleep."""
+        return any(
+            live.request.num_computed_tokens >= live.request.num_tokens and name not in self._loading
+            for name, live in self._live.items()
+        )
 
     def _ask(self, live: _Live) -> None:
         request = live.request

@@ -12,8 +12,8 @@ class StepWork:
 
     `names` says whose each load of the directive is. `failed` are loads that no ticket stands for, because
     making one went wrong: the ranks report them received and their blocks invalid. `is_idle`: the step computes
-    nothing, so that a rank may wait a moment in it; `is_waiting`: for an answer of the sidecar's, or for a load at
-    any of the ranks.
+    nothing, and no earlier one is under way, so that a rank may wait a moment in it; `is_waiting`: for an answer of
+    the sidecar's, or for a load at any of the ranks.
     """
 
     directive: Directive

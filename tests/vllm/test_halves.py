@@ -401,6 +401,21 @@ def test_a_rank_whose_load_is_over_sleeps_on_while_another_ranks_is_not() -> Non
     assert not lab.step().is_waiting
 
 
+def test_an_empty_step_beside_one_under_way_is_not_idle() -> None:
+    """A pipeline is sent empty steps while its others run: the first stage would sleep when the next one comes."""
+    lab, request, running = Lab(), Asked("a", 9), Asked("b", 3)
+    lab.hold(2)
+    lab.half.arrived(request)
+    found, _ = lab.half.matched(request, 0)
+    lab.tables["a"] = [3, 4, 5]
+    lab.half.allocated(request, lab.tables["a"], found)
+    lab.half.arrived(running)
+    lab.step((running, 3))
+    assert not lab.step().is_idle
+    running.num_output_tokens = 1
+    assert lab.step().is_idle, "its token has come"
+
+
 def test_a_step_says_whether_it_is_idle_and_whether_it_waits_for_an_answer() -> None:
     lab, request = Lab(), Asked("a", 9)
     lab.half.arrived(request)
