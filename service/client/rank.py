@@ -342,7 +342,7 @@ class RankClient:
         found = self._search.attempt(timeout_s, is_idle=is_idle)
         with self._lock:
             if isinstance(found, Missed):
-                if found.text:
+                if found.text and not self._closed:
                     self._note(found.text, found.level)
                 return found.wait_s
             tether, pidfd = found

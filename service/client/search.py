@@ -58,15 +58,16 @@ class Search:
         """Try one worker, for at most `timeout_s`: a tether to it and its pidfd, which are the caller's."""
         if self._is_hopeless:
             return Missed("", REFUSED_RETRY_S)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock: socket.socket | None = None
         try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             found = self._attempt_over(sock, timeout_s, is_idle=is_idle)
         except Exception as error:  # whatever it was, the engine goes on without
             found = self._failed(error)
         finally:
             with self._lock:
                 self._attempt = None
-        if isinstance(found, Missed):
+        if isinstance(found, Missed) and sock is not None:
             sock.close()
         return found
 

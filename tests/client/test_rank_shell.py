@@ -1,6 +1,7 @@
 """A rank with a worker played by the test over a real unix socket: attach, die, hang, come back, and never wait."""
 
 import array
+import errno
 import gc
 import mmap
 import os
@@ -307,6 +308,20 @@ def test_a_silent_worker_is_waited_for_no_longer_than_said(dock: Dock, tmp_path:
         assert not rank.attached
 
 
+def test_a_process_without_a_free_descriptor_goes_on_without_a_worker(
+    tmp_path: Path, memory: KVMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    notes: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", full)
+        rank = RankClient("e", 0, world_size=1, memory=memory, run_dir=tmp_path, on_note=notes.append, start=False)
+    assert not rank.attached and "Too many open files" in notes[0]
+    rank.close()
+
+
 def test_a_refusal_is_one_line_with_its_fix(dock: Dock, tmp_path: Path, memory: KVMemory) -> None:
     """Case 71, 98: refused by name, and the engine runs without."""
     notes: list[str] = []
@@ -447,6 +462,19 @@ def test_closing_detaches_and_waits_for_the_worker_at_most_a_second(
         assert not closer.is_alive()
         rank.close()
     assert not rank.attached
+
+
+def test_closing_ends_an_attachment_on_its_way_and_says_nothing_of_it(
+    dock: Dock, tmp_path: Path, memory: KVMemory
+) -> None:
+    notes: list[str] = []
+    options: dict[str, Any] = {"attach_timeout_s": 0.01, "on_note": notes.append}
+    with RankClient("e", 0, world_size=1, memory=memory, run_dir=tmp_path, **options) as rank:
+        dock.worker().close()
+        dock.worker().read(RankRegister)
+        said, begin = list(notes), time.monotonic()
+        rank.close()
+        assert time.monotonic() - begin < 0.9 and notes == said
 
 
 def test_closing_beside_a_silent_worker_ends_within_bounds(dock: Dock, tmp_path: Path, memory: KVMemory) -> None:
