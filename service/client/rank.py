@@ -261,6 +261,8 @@ class RankClient:
             self._guarded(self._look_for_proof)
             if self._core.awaited_workers():
                 _left_behind.add(self)
+                with suppress(RuntimeError):  # no thread is to be had: `poll` looks, or the process ends
+                    threading.Thread(target=_see_off, args=(self,), name="kvferry-left-behind", daemon=True).start()
             if not self._thread.is_alive():  # else it may be about to show it to a worker
                 self._drop_page_fd()
             self._marks.close()
@@ -406,3 +408,11 @@ def _serve(owner: "weakref.ref[RankClient]", wake: threading.Event) -> None:
         wake.clear()
         wait_s = client._housekeep()
         del client
+
+
+def _see_off(client: RankClient) -> None:
+    """For a closed client that nobody polls any more: keep its memory until no worker may touch it."""
+    while client in _left_behind:
+        time.sleep(WATCH_S)
+        with client._lock:
+            client._guarded(client._look_for_proof)
