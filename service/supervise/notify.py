@@ -4,26 +4,29 @@
     WATCHDOG=1   its loop turns; once a second        STOPPING=1   it begins to end
 
 Daemon and spares are watched by the supervisor (`pulse.py`); the supervisor itself by whoever is told here, who ends
-one that falls silent and starts the next, warm. Datagrams to $NOTIFY_SOCKET. It never waits and never fails: nobody
-serves worse for a manager that does not listen, and one that is only late is told with the next sign of life.
+one that falls silent and starts the next, warm. Datagrams to $NOTIFY_SOCKET, which no child of ours inherits: only we
+speak for us. It never waits and never fails: nobody serves worse for a manager that does not listen, and one that is
+only late is told with the next sign of life.
 """
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Final
 
+NAMES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 LONGEST_S: Final = 1.0  # between two signs of life, however patient the manager is
 
 
 class Manager:
     """Whoever started us, or nobody."""
 
-    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        address = environment.get("NOTIFY_SOCKET", "")
+    def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
+        """Takes what is meant for us alone out of `environment`."""
+        address, limit_us, pid = (environment.pop(name, "") for name in NAMES)
         # Abstract names are written with an @ for the zero byte.
         self._address = "\0" + address[1:] if address.startswith("@") else address
-        self.period_s = _period_s(environment) if self._address else None  # None: nobody waits for signs of life
+        self.period_s = _period_s(limit_us, pid) if self._address else None  # None: nobody waits for signs of life
         self._lived_at = -LONGEST_S
         self._unsaid: dict[str, object] = {}
 
@@ -53,9 +56,8 @@ class Manager:
         self._unsaid.clear()
 
 
-def _period_s(environment: Mapping[str, str]) -> float | None:
+def _period_s(limit_us: str, pid: str) -> float | None:
     """How often a sign of life is due; None if nobody waits for ours."""
-    limit_us, pid = environment.get("WATCHDOG_USEC", ""), environment.get("WATCHDOG_PID", "")
     if not limit_us.isdecimal() or int(limit_us) == 0 or pid not in ("", str(os.getpid())):
         return None
     return min(int(limit_us) / 1e6 / 2, LONGEST_S)

@@ -195,6 +195,9 @@ def test_a_service_manager_hears_when_it_serves_that_it_lives_what_it_does_and_t
     sidecar = Sidecar(tp_size=1)
     try:
         until(lambda: "READY=1" in ears.said, 10, "ready")
+        for child in sidecar.children():
+            inherited = Path(f"/proc/{child}/environ").read_bytes()
+            assert b"NOTIFY_SOCKET" not in inherited and b"WATCHDOG" not in inherited
         before = len(ears.said)
         until(lambda: ears.said[before:].count("WATCHDOG=1") >= 3, 10, "signs of life")
         os.kill(sidecar.daemon(), signal.SIGKILL)

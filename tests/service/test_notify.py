@@ -92,3 +92,9 @@ def test_signs_of_life_that_another_process_owes_are_not_ours() -> None:
     assert Manager({**both, "WATCHDOG_PID": "1"}).period_s is None
     assert Manager({**both, "WATCHDOG_PID": str(os.getpid())}).period_s == 1.0
     assert Manager({"WATCHDOG_USEC": "2000000"}).period_s is None
+
+
+def test_what_is_meant_for_us_is_taken_out_of_the_environment_that_our_children_inherit() -> None:
+    environment = {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": "2000000", "WATCHDOG_PID": str(os.getpid()), "HOME": "/"}
+    assert Manager(environment).period_s == 1.0
+    assert environment == {"HOME": "/"}
