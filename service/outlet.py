@@ -7,14 +7,16 @@ Who reads our log may live and read no more: a hung log shipper, a paused termin
 write waits, for ever, and with it a daemon or a worker amid a load. Nor may we set O_NONBLOCK on what we were given: it
 belongs to the open file, which others hold too. So each kind is written to in the way that does not wait there:
 
-- a pipe, a terminal: opened once more, which makes an open file of our own, and that one is told not to wait;
+- a pipe, a terminal: opened once more, which makes an open file of our own, and that one is told not to wait. Another
+  user's terminal (`su`) may be opened as /dev/tty, if it is the one that we were started from;
 - a socket: it is asked not to, with each send;
 - a file, a null device: plainly. Nobody reads at the other end, and opened again a file would begin at its start;
-- a pipe or terminal that may not be opened again, since it is another user's: asked for room first. A pipe that has any
-  takes PIPE_BUF bytes at once, unless another process takes that room between question and write.
+- what may not be opened again: asked for room first. A pipe that has any takes PIPE_BUF bytes at once, unless another
+  process takes that room between question and write. How much a terminal has nobody says: that one may make us wait.
 """
 
 import contextlib
+import fcntl
 import functools
 import io
 import os
@@ -28,6 +30,7 @@ from kvferry.units import counted
 
 CHUNK_BYTES: Final = select.PIPE_BUF  # what a pipe takes whole or not at all
 NEWLINE: Final = b"\n"
+TIOCGDEV: Final = 0x80045432  # asm-generic/ioctls.h: which terminal it is, under whatever name it was opened
 
 
 class Outlet(io.RawIOBase):
@@ -95,9 +98,18 @@ def _way(fd: int, ours: contextlib.ExitStack) -> Callable[[bytes], int]:
         return lambda data: sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
     if not stat.S_ISFIFO(mode) and not os.isatty(fd):
         return functools.partial(os.write, fd)
-    try:
-        own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:
-        return lambda data: os.write(fd, data) if select.select([], [fd], [], 0)[1] else 0
-    ours.callback(os.close, own)
-    return functools.partial(os.write, own)
+    for name in (f"/proc/self/fd/{fd}", "/dev/tty"):
+        with contextlib.suppress(OSError):
+            own = os.open(name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            if _is_same(own, fd):
+                ours.callback(os.close, own)
+                return functools.partial(os.write, own)
+            os.close(own)
+    return lambda data: os.write(fd, data) if select.select([], [fd], [], 0)[1] else 0
+
+
+def _is_same(own: int, fd: int) -> bool:
+    """Whether both lead to one reader: a /dev/ptmx that is opened again is the end of another terminal."""
+    with contextlib.suppress(OSError):  # no terminal
+        return fcntl.ioctl(own, TIOCGDEV, bytes(4)) == fcntl.ioctl(fd, TIOCGDEV, bytes(4))
+    return os.path.samestat(os.fstat(own), os.fstat(fd))

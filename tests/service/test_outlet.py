@@ -1,7 +1,10 @@
 """Words that find no room: dropped and counted, never waited for, and nobody else's descriptors are changed by it."""
 
 import os
+import pty
 import signal
+import subprocess
+import sys
 import termios
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -11,6 +14,7 @@ import pytest
 
 from kvferry import outlet
 from kvferry.outlet import CHUNK_BYTES
+from tests.process.sidecar import environment
 from tests.service.unread import Place, drain, fill, full_pipe, full_socket, paused_terminal
 
 Open = Callable[[], AbstractContextManager[Place]]
@@ -107,3 +111,37 @@ def test_room_that_comes_back_is_used_though_it_was_full_when_we_began() -> None
             assert drain(reading).endswith(b"heard\n")
             os.set_blocking(reading, True)
             fill(writing)
+
+
+OF_ANOTHER_USER = """
+import os, sys
+from kvferry import outlet
+os.open(os.ttyname(1), os.O_RDWR)  # a session's first terminal: where it was started from
+real = os.open
+def denied(name, *rest):
+    if name != "/dev/tty":
+        raise PermissionError(13, "Permission denied")
+    return real(name, *rest)
+os.open = denied
+stream = outlet.over(1)
+for _ in range(2000):
+    stream.write("x" * 149 + "\\n")
+"""
+
+
+def test_a_terminal_of_another_user_that_shows_nothing_any_more_holds_nobody_who_was_started_from_it() -> None:
+    """`su`, and then the connection hangs: not paused, only full."""
+    reading, writing = pty.openpty()
+    command = [sys.executable, "-c", OF_ANOTHER_USER]
+    done = subprocess.run(command, stdout=writing, env=environment(), timeout=15, start_new_session=True, check=False)
+    os.close(writing)
+    os.close(reading)
+    assert done.returncode == 0
+
+
+def test_the_other_end_of_a_terminal_is_written_to_and_not_a_new_one() -> None:
+    ours, theirs = pty.openpty()
+    outlet.over(ours).write("heard\n")
+    assert drain(theirs) == b"heard\n"
+    os.close(ours)
+    os.close(theirs)
