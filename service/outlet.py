@@ -28,7 +28,7 @@ from typing import Final, TextIO
 
 from kvferry.units import counted
 
-CHUNK_BYTES: Final = select.PIPE_BUF  # what a pipe takes whole or not at all
+CHUNK_BYTES: Final = select.PIPE_BUF  # what a pipe takes whole or not at all; a file takes all at once
 NEWLINE: Final = b"\n"
 TIOCGDEV: Final = 0x80045432  # asm-generic/ioctls.h: which terminal it is, under whatever name it was opened
 
@@ -76,7 +76,7 @@ class Outlet(io.RawIOBase):
         """Whether all of it went out."""
         at = 0
         try:
-            while at < len(data) and (taken := self._send(data[at : at + CHUNK_BYTES])):
+            while at < len(data) and (taken := self._send(data[at:])):
                 at += taken
         except OSError:  # no room, nobody there, a full disk
             pass
@@ -97,15 +97,15 @@ def _way(fd: int, ours: contextlib.ExitStack) -> Callable[[bytes], int]:
         sock = ours.enter_context(socket.socket(fileno=os.dup(fd)))
         return lambda data: sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
     if not stat.S_ISFIFO(mode) and not os.isatty(fd):
-        return functools.partial(os.write, fd)
+        return functools.partial(os.write, fd)  # whole: lines of several processes go into one file
     for name in (f"/proc/self/fd/{fd}", "/dev/tty"):
         with contextlib.suppress(OSError):
             own = os.open(name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             if _is_same(own, fd):
                 ours.callback(os.close, own)
-                return functools.partial(os.write, own)
+                return lambda data: os.write(own, data[:CHUNK_BYTES])
             os.close(own)
-    return lambda data: os.write(fd, data) if select.select([], [fd], [], 0)[1] else 0
+    return lambda data: os.write(fd, data[:CHUNK_BYTES]) if select.select([], [fd], [], 0)[1] else 0
 
 
 def _is_same(own: int, fd: int) -> bool:

@@ -101,6 +101,17 @@ def test_a_file_is_written_on_where_others_have_left_off(tmp_path: Path) -> None
     assert path.read_text() == "before\nours\nafter\nours again, \N{SNOWMAN} \\udc80\n"
 
 
+def test_a_line_of_any_length_goes_into_a_file_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of several processes are appended to one file: a traceback is not to be cut by a line of another's."""
+    pieces: list[bytes] = []
+    write = os.write
+    monkeypatch.setattr(outlet.os, "write", lambda fd, data: pieces.append(data) or write(fd, data))
+    text = "long " * 50_000 + "\n"
+    with (tmp_path / "log").open("ab") as file:
+        outlet.over(file.fileno()).write(text)
+    assert pieces == [text.encode()] == [(tmp_path / "log").read_bytes()]
+
+
 def test_room_that_comes_back_is_used_though_it_was_full_when_we_began() -> None:
     with full_pipe() as (writing, reading):
         stream = outlet.over(writing)
