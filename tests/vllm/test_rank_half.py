@@ -5,7 +5,7 @@ from fake_sidecar import FakeRankClient, FakeSidecar
 
 from kvferry.client.types import Directive, LoadEnd, RankReport
 from kvferry.proto.outcome import Outcome
-from kvferry.vllm.rank import IDLE_MOST_S, IDLE_WAIT_S, LAST_WORD_NS, RankHalf, _Loading
+from kvferry.vllm.rank import IDLE_MOST_S, IDLE_WAIT_S, LAST_WORD_NS, RankHalf
 from kvferry.vllm.work import LoadTimes, RankWords, StepWork
 
 
@@ -92,13 +92,17 @@ def test_loads_that_a_failure_kept_from_the_client_fail_at_once() -> None:
     """No worker was told to write them, so none does; and none of them is left without a word."""
 
     class Breaks(Ranks):
+        is_broken = False
+
         def begin_loads(self, directive: Directive) -> None:
-            raise RuntimeError("boom")
+            if self.is_broken:
+                raise RuntimeError("boom")
+            super().begin_loads(directive)
 
     client = Breaks()
     half = RankHalf(client)
-    client._open.add(1)
-    half._loading[1] = _Loading("older", (3,), 0)
+    half.begin_loads(work((1, "older", (3,))))
+    client.is_broken = True
     with pytest.raises(RuntimeError):
         half.begin_loads(work((2, "a", (5, 6))))
     half.switch_off()
