@@ -133,6 +133,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             store=self._options.store,
             trace=LoadTrace(self._options.trace),
             new_salt=lambda: self._options.salt + os.urandom(16),
+            # Data-parallel engines of a mixture of experts meet in each forward; all others vLLM tells they are one.
+            may_pause=self._vllm_config.parallel_config.data_parallel_size == 1,
         )
         logger.info("kvferry: failed loads are recomputed (kv_load_failure_policy is now 'recompute')")
 

@@ -119,13 +119,16 @@ class SchedulerHalf:
         trace: LoadTrace | None = None,
         now_ns: Callable[[], int] = time.monotonic_ns,
         new_salt: Callable[[], bytes] = lambda: b"",
+        may_pause: bool = True,
     ) -> None:
+        """`may_pause` False: other engines compute in step with this one, so it is never idle."""
         self._client = client
         self._block_tokens = block_tokens
         self._prompt_only = store == "prompt"
         self._trace = trace if trace is not None else LoadTrace(None)
         self._now_ns = now_ns
         self._new_salt = new_salt
+        self._may_pause = may_pause
         self._sensor: ReuseSensor | None = None
         self._live: dict[str, _Live] = {}
         self._loading: dict[str, _Loading] = {}
@@ -256,7 +259,8 @@ class SchedulerHalf:
                 live = self._live.get(name)
                 if live is not None:
                     self._store_full(live, num_tokens, block_ids)
-        return self._tell(self._client.end_step(), is_idle=not scheduled and not self._is_computing())
+        is_idle = self._may_pause and not scheduled and not self._is_computing()
+        return self._tell(self._client.end_step(), is_idle=is_idle)
 
     def failed_step(self) -> StepWork:
         """What the ranks must do in a step whose planning went wrong: fail what they were not told of.
@@ -325,7 +329,9 @@ class SchedulerHalf:
 
     def _is_alone(self, name: str) -> bool:
         """Whether the engine has nothing to compute but this request: all others wait for their loads."""
-        return len(self._live) <= len(self._loading) + 1 and self._live.keys() <= self._loading.keys() | {name}
+        if not self._may_pause or len(self._live) > len(self._loading) + 1:
+            return False
+        return self._live.keys() <= self._loading.keys() | {name}
 
     def _is_computing(self) -> bool:
         """Whether an earlier step's tokens are still to come: a pipeline's next step must not find a rank asleep."""

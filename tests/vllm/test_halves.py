@@ -416,6 +416,15 @@ def test_an_empty_step_beside_one_under_way_is_not_idle() -> None:
     assert lab.step().is_idle, "its token has come"
 
 
+def test_an_engine_that_others_wait_for_in_each_step_never_pauses() -> None:
+    """Data-parallel engines of one mixture of experts compute together, idle ones too."""
+    lab, request = Lab(may_pause=False), Asked("a", 9)
+    lab.half.arrived(request)
+    lab.sidecar.lateness = 100
+    lab.half.matched(request, 0)
+    assert lab.client.idle_s == 0 and not lab.step().is_idle
+
+
 def test_a_step_says_whether_it_is_idle_and_whether_it_waits_for_an_answer() -> None:
     lab, request = Lab(), Asked("a", 9)
     lab.half.arrived(request)
