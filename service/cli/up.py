@@ -29,6 +29,4 @@ def run(arguments: argparse.Namespace) -> int:
     logs.set_up(settings.log_level)
     for name in unknown_environment(os.environ):
         logging.getLogger("kvferry.up").warning("the environment has %s: no such setting, ignored", name)
-    code = Sidecar(settings).run()
-    logs.let_go()  # whoever reads no more has no part in how we ended
-    return code
+    return Sidecar(settings).run()
