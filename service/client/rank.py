@@ -233,7 +233,7 @@ class RankClient:
             }
 
     def close(self, wait_s: float = CLOSE_S) -> None:
-        """Detach: ask the worker to end, and wait for it at most `wait_s`. Idempotent.
+        """Detach: ask the worker to end, and wait at most `wait_s` for it, and for the own thread. Idempotent.
 
         Loads that are open then stay open: a worker that hangs may still write. `poll` goes on to look for its death,
         and until it has told of the last one, their blocks are nobody else's. Stores that are open are revoked: the
@@ -251,7 +251,7 @@ class RankClient:
         self._wake.set()
         last_words = tether.drain(wait_s) if tether is not None else []
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_S)
+            self._thread.join(wait_s)
         with self._lock:
             if tether is not None:
                 for message in last_words:

@@ -486,6 +486,30 @@ def test_closing_beside_a_silent_worker_ends_within_bounds(dock: Dock, tmp_path:
         assert [end.ok for end in rank.poll().loads] == [False]
 
 
+def test_closing_without_waiting_does_not_wait_for_the_own_thread_either(
+    dock: Dock, tmp_path: Path, memory: KVMemory
+) -> None:
+    """A rank that failed itself closes within a step."""
+    is_caught, may_go = threading.Event(), threading.Event()
+
+    def hang(_: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            is_caught.set()
+            may_go.wait(10)
+
+    thread = threading.Thread(target=lambda: dock.worker().register())
+    thread.start()
+    with RankClient("e", 0, world_size=1, memory=memory, run_dir=tmp_path, on_note=hang) as rank:
+        thread.join()
+        dock.listener.close()
+        dock.workers[0].sock.close()
+        assert is_caught.wait(10), "it says that the worker went away"
+        begin = time.monotonic()
+        rank.close(wait_s=0)
+        assert time.monotonic() - begin < 0.5
+        may_go.set()
+
+
 def test_a_load_open_at_close_ends_with_the_workers_death_and_not_before(
     dock: Dock, tmp_path: Path, memory: KVMemory
 ) -> None:
