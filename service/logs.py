@@ -9,6 +9,7 @@ status | less` loses nothing.
 import contextlib
 import logging
 import os
+import signal
 import sys
 from typing import TextIO
 
@@ -27,6 +28,8 @@ class Handler(logging.StreamHandler[TextIO]):
 
 def wait_for_no_reader() -> None:
     """From now on what this process says on stdout and stderr is dropped where nobody takes it, in place of waiting."""
+    # Else a terminal that is set so (`stty tostop`) stops whoever writes to it from the background, as our children do.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and stream is getattr(sys, f"__{name}__"):  # a test's own is left to the test

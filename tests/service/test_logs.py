@@ -2,8 +2,10 @@
 
 import logging
 import os
+import pty
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from kvferry import logs
 from kvferry.supervise.progress import Progress
 from tests.process.sidecar import environment
-from tests.service.unread import Place, closed_pipe, full_disk, full_pipe, full_socket, paused_terminal
+from tests.service.unread import Place, closed_pipe, drain, full_disk, full_pipe, full_socket, paused_terminal
 
 SPEAKS = """
 import logging, sys
@@ -44,6 +46,33 @@ def test_what_nobody_reads_holds_no_process_and_changes_no_exit_code(
         command = [sys.executable, "-c", SPEAKS.replace("END", end)]
         done = subprocess.run(command, stdout=fd, stderr=fd, env=environment(), timeout=60, check=False)
     assert done.returncode == code
+
+
+IN_THE_BACKGROUND = """
+import os, subprocess, sys
+os.open(os.ttyname(1), os.O_RDWR)  # a session's first terminal: where it was started from
+speaks = "import logging; from kvferry import logs; logs.set_up(); logging.getLogger('kvferry').warning('heard')"
+child = subprocess.Popen([sys.executable, "-c", speaks], process_group=0)
+_, status = os.waitpid(child.pid, os.WUNTRACED)
+child.kill()
+sys.exit(os.WIFSTOPPED(status))
+"""
+
+
+def test_a_terminal_that_stops_who_writes_from_the_background_stops_no_process_of_ours() -> None:
+    """`stty tostop`: daemon and workers stand in the background of the terminal of `kvferry up`."""
+    reading, writing = pty.openpty()
+    modes = termios.tcgetattr(writing)
+    modes[3] |= termios.TOSTOP
+    termios.tcsetattr(writing, termios.TCSANOW, modes)
+    command = [sys.executable, "-c", IN_THE_BACKGROUND]
+    done = subprocess.run(
+        command, stdout=writing, stderr=writing, env=environment(), timeout=60, start_new_session=True, check=False
+    )
+    said = drain(reading)
+    os.close(writing)
+    os.close(reading)
+    assert done.returncode == 0 and said.rstrip().endswith(b"heard"), said
 
 
 def test_a_line_that_could_not_be_written_does_not_keep_the_next_ones_back(tmp_path: Path) -> None:
