@@ -367,7 +367,10 @@ class RankClient:
                 return WATCH_S
             self._guarded(self._watch)
             is_attached = self._tether is not None
-        wait_s = WATCH_S if is_attached else self._attach(VERDICT_S)
+        self._tell()
+        if is_attached:
+            return WATCH_S
+        wait_s = self._attach(VERDICT_S)
         self._tell()
         return wait_s
 

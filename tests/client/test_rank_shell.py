@@ -289,6 +289,18 @@ def test_without_a_sidecar_nothing_waits_and_every_load_fails_at_once(tmp_path: 
             assert [end.ok for end in rank.poll().loads] == [False]
 
 
+def test_that_a_worker_went_is_said_before_the_next_one_is_waited_for(
+    dock: Dock, tmp_path: Path, memory: KVMemory
+) -> None:
+    notes: list[str] = []
+    thread = threading.Thread(target=lambda: dock.worker().register())
+    thread.start()
+    with RankClient("e", 0, world_size=1, memory=memory, run_dir=tmp_path, on_note=notes.append):
+        thread.join()
+        dock.workers[0].sock.close()
+        until(lambda: "the worker went away" in notes[-1])
+
+
 def test_a_sidecar_that_comes_later_is_found(tmp_path: Path, memory: KVMemory) -> None:
     """Case 46: start the daemon later; the rank attaches by itself."""
     with RankClient("e", 0, world_size=1, memory=memory, run_dir=tmp_path) as rank:
