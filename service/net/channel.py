@@ -29,7 +29,8 @@ class Channel:
         sock.setblocking(False)
         self._socket = sock
         self._unsent: deque[bytes] = deque()
-        self.ended = False  # the other side is gone
+        self._is_heard = True  # the other side takes what we say
+        self.ended = False  # the other side is gone, and all that it said was received
 
     @classmethod
     def pair(cls) -> "tuple[Channel, socket.socket]":
@@ -59,16 +60,16 @@ class Channel:
 
     def flush(self) -> None:
         """Hand queued packets to the kernel; never blocks."""
-        while self._unsent and not self.ended:
+        while self._unsent and self._is_heard:
             try:
                 self._socket.send(self._unsent[0], socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
             except OSError:
-                self.ended = True
+                self._is_heard = False
                 break
             self._unsent.popleft()
-        if self.ended:
+        if not self._is_heard:
             self._unsent.clear()
 
     def receive(self) -> list[dict[str, Any]]:
@@ -79,15 +80,17 @@ class Channel:
                 packet = self._socket.recv(MAX_PACKET)
             except BlockingIOError:
                 break
+            except ConnectionResetError:  # told once, and before its last words: it ended without reading all of ours
+                continue
             except OSError:
                 packet = b""
             if not packet:
-                self.ended = True
+                self.ended, self._is_heard = True, False
                 break
             events.append(msgpack.unpackb(packet))
         return events
 
     def close(self) -> None:
         """Close this end; idempotent."""
-        self.ended = True
+        self.ended, self._is_heard = True, False
         self._socket.close()

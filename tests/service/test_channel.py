@@ -35,6 +35,28 @@ def test_the_other_sides_end_is_seen_after_its_last_words() -> None:
     one.close()
 
 
+def test_the_last_words_of_a_side_that_ended_without_reading_ours_are_received() -> None:
+    one, two = linked()
+    one.send({"event": "ping"})
+    two.send({"event": "pong"})
+    two.send({"event": "failed", "why": "no room"})
+    two.close()
+    assert one.receive() == [{"event": "pong"}, {"event": "failed", "why": "no room"}]
+    assert one.ended
+    one.close()
+
+
+def test_the_last_words_of_a_side_that_takes_nothing_more_are_received() -> None:
+    one, two = linked()
+    two.send({"event": "failed", "why": "no room"})
+    two.close()
+    one.send({"event": "ping"})
+    assert not one.pending and not one.ended
+    assert one.receive() == [{"event": "failed", "why": "no room"}]
+    assert one.ended
+    one.close()
+
+
 def test_what_a_slow_reader_leaves_waits_and_nothing_is_lost_or_blocks() -> None:
     one, two = linked()
     sent = 0
