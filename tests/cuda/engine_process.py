@@ -49,7 +49,7 @@ class EngineProcess:
         return dict(json.loads(line))
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """SIGKILL; idempotent."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

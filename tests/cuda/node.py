@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.client.fake_gpu import FakeEngine
+from tests.cuda.engine_process import EngineProcess
 from tests.cuda.stubs import Stub, environment
 from tests.process.sidecar import Sidecar, until
 from tests.process.test_cuda_engine import GpuEngine
@@ -37,6 +38,12 @@ class Node:
         gpu = FakeEngine(self.stub.path)
         self._cleanup.callback(gpu.close)
         return self._cleanup.enter_context(GpuEngine(sidecar, gpu, kind, None, name=name))
+
+    def engine_process(self, sidecar: Sidecar, name: str, kind: str = "cuda_ipc") -> EngineProcess:
+        """An engine in a process of its own."""
+        made = EngineProcess(sidecar.run_dir, self.stub.path, name, kind)
+        self._cleanup.callback(made.kill)
+        return made
 
     def steer(self, *lines: str) -> None:
         """How the workers' driver behaves from now on. The old file is replaced, never half there."""

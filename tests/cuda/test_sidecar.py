@@ -4,7 +4,6 @@ import time
 
 import pytest
 
-from tests.cuda.engine_process import EngineProcess
 from tests.cuda.node import Node, at_rest, attached
 from tests.cuda.stubs import UUIDS
 from tests.process.sidecar import alive, kvferry, until
@@ -18,7 +17,7 @@ def test_a_killed_engines_worker_is_gone_in_two_seconds_and_the_next_engine_load
 ) -> None:
     """Cases 41 and 104 too: with one rank the pool is `--host-memory`, pinned once by each worker."""
     sidecar = node.up()
-    first = EngineProcess(sidecar.run_dir, node.stub.path, "one", kind)
+    first = node.engine_process(sidecar, "one", kind)
     first.ask(fill=[1, 2, 3], seed=7)
     due = first.ask(bytes=[1, 2, 3])["digest"]
     assert first.ask(store=[1, 2, 3], text="a") == {"outcome": "OK"}
@@ -33,7 +32,7 @@ def test_a_killed_engines_worker_is_gone_in_two_seconds_and_the_next_engine_load
     until(lambda: not alive(first.worker), 2, "the end of the worker")
     assert time.monotonic() - died < 2
     node.steer()
-    second = EngineProcess(sidecar.run_dir, node.stub.path, "two", kind)
+    second = node.engine_process(sidecar, "two", kind)
     assert second.worker != first.worker
     assert second.ask(load=[9, 8, 7], text="a") == {"hits": 3, "ok": True}
     assert second.ask(bytes=[9, 8, 7])["digest"] == due
@@ -46,8 +45,8 @@ def test_a_killed_engines_worker_is_gone_in_two_seconds_and_the_next_engine_load
 def test_two_engines_share_one_pinned_pool_and_the_death_of_one_is_not_the_others(node: Node) -> None:
     """Two workers pin one file, each loads what the other stored; one is killed while both copy."""
     sidecar = node.up()
-    one = EngineProcess(sidecar.run_dir, node.stub.path, "one")
-    two = EngineProcess(sidecar.run_dir, node.stub.path, "two", "cuda_vmm_fd")
+    one = node.engine_process(sidecar, "one")
+    two = node.engine_process(sidecar, "two", "cuda_vmm_fd")
     assert one.worker != two.worker
     digests = {}
     for number, engine in enumerate((one, two)):

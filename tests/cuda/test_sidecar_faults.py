@@ -8,7 +8,6 @@ import time
 import pytest
 
 from kvferry import Outcome
-from tests.cuda.engine_process import EngineProcess
 from tests.cuda.node import Node, at_rest, attached, said, worker_of
 from tests.cuda.stubs import UUIDS
 from tests.process.sidecar import alive, until
@@ -196,7 +195,7 @@ def test_every_call_of_closing_may_hang_and_the_worker_is_gone_in_two_seconds(no
     engine.ranks[0].close()  # a polite end
     until(lambda: not alive(first), 2, "the end of the worker")
     assert not [line for line in node.calls_of(first) if any(name in line for name in closing)]
-    killed = EngineProcess(sidecar.run_dir, node.stub.path, "two")
+    killed = node.engine_process(sidecar, "two")
     killed.kill()
     until(lambda: not alive(killed.worker), 2, "the end of the worker")
     assert sidecar.status()["workers_died"] == 0
@@ -205,7 +204,7 @@ def test_every_call_of_closing_may_hang_and_the_worker_is_gone_in_two_seconds(no
 def test_a_worker_that_hangs_while_an_engine_dies_is_gone_all_the_same(node: Node) -> None:
     """It drains for a second and leaves with what hangs: code 70 says that its death ended the copy."""
     sidecar = node.up()
-    engine = EngineProcess(sidecar.run_dir, node.stub.path, "one")
+    engine = node.engine_process(sidecar, "one")
     engine.ask(fill=[1, 2], seed=1)
     node.steer("copy hang")
     engine.ask(begin=[1, 2], text="a")

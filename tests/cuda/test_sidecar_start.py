@@ -7,7 +7,6 @@ import pytest
 
 from kvferry import Outcome
 from kvferry.net.paths import RunDir
-from tests.cuda.engine_process import EngineProcess
 from tests.cuda.node import Node, attached, said
 from tests.cuda.stubs import UUIDS
 from tests.process.sidecar import alive, kvferry, until
@@ -91,7 +90,7 @@ def test_an_engine_is_served_on_while_the_next_spare_finds_no_room_on_its_gpu(no
     """
     sidecar = node.up()
     node.steer(f"{call} fail 2")
-    one = EngineProcess(sidecar.run_dir, node.stub.path, "one")
+    one = node.engine_process(sidecar, "one")
 
     def lacks(tries: int) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = sidecar.status()["no_spare"]
@@ -112,7 +111,7 @@ def test_an_engine_is_served_on_while_the_next_spare_finds_no_room_on_its_gpu(no
     assert sum(f"rank 0: {code}" in line for line in sidecar.lines) == 1  # the worker's own, with the fix
     said(sidecar, "rank 0 has a spare again, after ")
     assert sidecar.status()["spares_failed"] >= 2
-    two = EngineProcess(sidecar.run_dir, node.stub.path, "two")
+    two = node.engine_process(sidecar, "two")
     assert two.ask(load=[7, 8], text="a") == {"hits": 2, "ok": True}
     assert two.ask(bytes=[7, 8])["digest"] == due
     assert one.ask(worker=0)["pid"] == one.worker

@@ -148,16 +148,16 @@ def test_ten_daemon_restarts_leave_no_descriptor_thread_file_or_process_more() -
             found["shm"] = len(shm_of(sidecar.run_dir))
             return found
 
-        sizes = []
         for turn in range(10):
             os.kill(sidecar.daemon(), signal.SIGKILL)
             until(lambda: not engine.client.attached, what=f"the loss was noticed, turn {turn}")
             hits_again(engine, "kept", 30)
-            if turn in (1, 9):
+            if turn == 1:
                 until(lambda: sidecar.status()["links"]["worker"] == 4, what="all workers are back")
-                sizes.append(footprint())
-        grown = {what: (sizes[0][what], sizes[1][what]) for what in sizes[0] if sizes[1][what] > sizes[0][what] + 1}
-        assert not grown
+                early = footprint()
+        until(lambda: sidecar.status()["links"]["worker"] == 4, what="all workers are back")
+        # What was closed goes a moment later: sockets of ZeroMQ by a thread of its own.
+        until(lambda: all(held <= early[what] + 1 for what, held in footprint().items()), what=f"no more than {early}")
 
 
 def test_a_daemon_that_keeps_dying_is_given_up_in_one_line_and_the_pool_is_kept(run_dir: Path) -> None:
