@@ -64,6 +64,7 @@ class Worker:
         self._pool = Pool(options.run_dir.pool(options.rank))
         self._daemon: DaemonLink  # from when the pool is registered: a link that nobody looks after is given up
         self._tether: RankTether | None = None
+        self._is_judged = False  # the daemon has refused our rank
         self.was_ready = False
         self._boot = 0  # of the daemon behind the open link
         self._inbox: deque[Any] = deque()  # the daemon's words that nobody has taken yet
@@ -86,7 +87,8 @@ class Worker:
         except Stopped:
             return 0
         except KvferryError as error:
-            log.warning("%s", error)
+            # The daemon has told its log of its own verdict, with the engine; here it would come at every try.
+            log.log(logging.DEBUG if self._is_judged else logging.WARNING, "%s", error)
             self._refuse(error)
             return EXIT_LOST if isinstance(error, DeviceLost) else 0
         return self._serve(memory, slots)
@@ -220,6 +222,7 @@ class Worker:
                     case Attached() as attached:
                         return attached
                     case Refused() as refused:
+                        self._is_judged = True
                         raise refused.error()
                     case LinkLost():
                         return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvferry.proto.columns import pack_u8, pack_u64
 from kvferry.proto.control import Hello
+from kvferry.proto.errors import KvferryError
 from kvferry.proto.hot import Cancel, JobsEnded
 from kvferry.proto.ids import LinkId
 from kvferry.proto.limits import MAX_JOBS
@@ -105,7 +106,7 @@ class Desk:
         self.recovered_only = False  # nothing in the pool is of this boot
         self.dying: deque[KeyIndex] = deque()  # of ended epochs: emptied some keys a step
         self.drain: Drain | None = None  # while one is asked for nothing is admitted
-        self.noted: dict[tuple[str, int], str] = {}  # (engine, rank or -1) -> the refusal last told to the log
+        self.noted: dict[tuple[str, int], tuple[KvferryError, int]] = {}  # (engine, rank or -1) -> last refusal, when
         self.out: list[Action] = []
         self.cancels: dict[int, list[int]] = {}  # worker -> jobs
         self.ended: dict[LinkId, list[TransferJobStatus]] = {}

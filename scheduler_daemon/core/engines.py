@@ -176,6 +176,11 @@ class Engine:
             check_blocks(register, worker.attach)
 
 
+def half(rank: int) -> str:
+    """How the half of an engine is called that registers as `rank`, or as its client: -1."""
+    return f"rank {rank}" if rank >= 0 else "scheduler"
+
+
 def differing(one: dict[str, str], two: dict[str, str], rank_one: int, rank_two: int) -> str:
     """The first fact that two ranks disagree on, with both values."""
     for name in sorted({*one, *two}):

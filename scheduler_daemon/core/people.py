@@ -23,7 +23,7 @@ from kvferry.proto.outcome import Kind, Outcome
 from kvferry.scheduler_daemon.core.api import CloseLink, Note
 from kvferry.scheduler_daemon.core.desk import Desk
 from kvferry.scheduler_daemon.core.ending import void, worker_ended
-from kvferry.scheduler_daemon.core.engines import Engine, Session, Worker, incarnation_number
+from kvferry.scheduler_daemon.core.engines import Engine, Session, Worker, half, incarnation_number
 from kvferry.scheduler_daemon.core.geometry import Geometry
 from kvferry.scheduler_daemon.core.pool import HostPool
 
@@ -73,14 +73,18 @@ def lose_link(desk: Desk, link: LinkId) -> None:
 
 
 def _refuse(desk: Desk, link: LinkId, error: KvferryError, engine_id: str, rank: int = -1) -> None:
-    """Turn a registration down; the link stays open for another try. The log hears of it once, not at each try."""
+    """Turn a registration down; the link stays open for another try.
+
+    It is tried again for ever: the log hears of it once, and again when the reason is another.
+    """
     desk.counters.add(f"refused.{error.code}")
     desk.send(link, Refused.of(error))
-    if desk.noted.get((engine_id, rank)) != error.code:
-        if len(desk.noted) >= MAX_NOTED:
-            desk.noted.clear()
-        desk.noted[engine_id, rank] = error.code
-        desk.out.append(Note(f"refused {error.code}: {error.text}"))
+    last = desk.noted.get((engine_id, rank))
+    if last is None and len(desk.noted) >= MAX_NOTED:
+        desk.noted.clear()
+    desk.noted[engine_id, rank] = error, desk.now_ns
+    if last is None or last[0].code != error.code:
+        desk.out.append(Note(f"engine {engine_id!r} {half(rank)} is refused: {error}", warn=True))
 
 
 def _check_world(desk: Desk, engine_id: str, world_size: int) -> None:

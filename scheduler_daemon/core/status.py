@@ -4,9 +4,12 @@ from typing import Any
 
 from kvferry.proto.outcome import Kind, Outcome
 from kvferry.scheduler_daemon.core.desk import Desk
-from kvferry.scheduler_daemon.core.engines import Session
+from kvferry.scheduler_daemon.core.engines import Session, half
 from kvferry.scheduler_daemon.core.jobs import State
 from kvferry.scheduler_daemon.core.slots import SlotState
+
+REFUSED_FOR_NS = 60_000_000_000  # a refusal is told for so long: who is refused tries again every ten seconds
+MAX_REFUSED = 16  # that are told, the latest
 
 
 def _sessions(desk: Desk) -> list[Session]:
@@ -14,6 +17,23 @@ def _sessions(desk: Desk) -> list[Session]:
     found = {id(session): session for session in desk.sessions.values()}
     found.update({id(job.session): job.session for job in desk.jobs})
     return list(found.values())
+
+
+def _refused(desk: Desk) -> list[dict[str, Any]]:
+    """Who tried to register of late and was turned down, and has not got in since."""
+    since_ns = desk.now_ns - REFUSED_FOR_NS
+    found = [(at_ns, who, error) for who, (error, at_ns) in desk.noted.items() if at_ns >= since_ns]
+    found.sort(key=lambda one: one[0])
+    return [
+        {
+            "engine_id": engine_id,
+            "half": half(rank),
+            "code": error.code,
+            "text": error.text,
+            "ago_s": (desk.now_ns - at_ns) // 1_000_000_000,
+        }
+        for at_ns, (engine_id, rank), error in found[-MAX_REFUSED:]
+    ]
 
 
 def status(desk: Desk) -> dict[str, Any]:
@@ -43,6 +63,7 @@ def status(desk: Desk) -> dict[str, Any]:
             }
             for engine in desk.engines.values()
         ],
+        "refused": _refused(desk),
         "namespaces": [
             {"name": space.name, "epoch": space.epoch, "entries": space.num_entries} for space in desk.namespaces
         ],

@@ -1,4 +1,4 @@
-"""Ask the sidecar what it holds and does. Exit code 1 if none runs; with --check also if a rank lacks something.
+"""Ask the sidecar what it holds and does. Exit code 1 if none runs; with --check also if anything is amiss.
 
 With --json there is always one object on stdout, whatever the exit code: its `state` is `serving` only if the daemon
 answered; else it is what the sidecar does instead, `absent`, or the code of an error, and `text` says it for people.
@@ -90,9 +90,18 @@ def amiss(status: dict[str, Any]) -> list[str]:
     """What an operator may want to hear of though all else is served: a line each."""
     lines = [f"rank {one['rank']} has no spare: {one['why']}" for one in status["no_spare"]]
     for engine in status["engines"]:
+        if engine["registered"] and engine["attached"] < engine["world_size"]:
+            lines.append(
+                f"engine {engine['engine_id']!r}: {engine['attached']} of {engine['world_size']} ranks attached,"
+                " it runs without a cache"
+            )
         for rank in engine["ranks"]:
             if rank["state"] != "attached":
                 lines.append(f"engine {engine['engine_id']!r}: rank {rank['rank']} is {rank['state']}")
+    for one in status.get("refused", []):  # an older daemon has no such list
+        lines.append(f"engine {one['engine_id']!r}: its {one['half']} is refused: {one['code']}: {one['text']}")
+    if status["draining"]:
+        lines.append("draining: takes nothing new until `kvferry drain --resume`")
     return lines + (["a new daemon waits for workers of the old one"] if status["restarting"] else [])
 
 

@@ -176,6 +176,27 @@ def test_another_block_size_is_refused_with_both_numbers_while_the_pool_is_in_us
     assert a.lookup(2, [1]).hits == 1
 
 
+def test_status_names_who_is_refused_until_it_gets_in_or_tries_no_more(world):
+    a = world.engine("a")
+    a.hold([1], ticket=1)
+    b = Engine(world, "b", payload=8192)
+    b.register()
+    b.attach(0)
+    b.attach(0)
+    world.wait(4_000_000_000)
+    [one] = world.core.status()["refused"]
+    assert (one["engine_id"], one["half"], one["code"], one["ago_s"]) == ("b", "rank 0", "layout.slot_bytes", 4)
+    [warning] = world.warnings()
+    assert warning.startswith("engine 'b' rank 0 is refused: layout.slot_bytes: ") and "fix: " in warning
+    c = Engine(world, "c")
+    c.register(world_size=4)
+    assert [one["half"] for one in world.core.status()["refused"]] == ["rank 0", "scheduler"]
+    c.register()
+    assert [one["engine_id"] for one in world.core.status()["refused"]] == ["b"]
+    world.wait(60_000_000_000)
+    assert world.core.status()["refused"] == []
+
+
 def test_an_empty_pool_without_engines_is_cut_anew(world):
     a = world.engine("a")
     job = a.store(1, 1, [1], [1])

@@ -24,7 +24,7 @@ from kvferry.proto.control import Hello, Refused, Welcome
 from kvferry.proto.hot import Done
 from kvferry.proto.ids import LinkId
 from kvferry.proto.link import HEADER, MAGIC, FrameKind, pack_frame, unpack_frame
-from tests.process.sidecar import KVFERRY, Sidecar, environment, until
+from tests.process.sidecar import KVFERRY, Sidecar, environment, kvferry, until
 from tests.process.tiny_engine import TinyEngine, keys_of
 
 pytestmark = pytest.mark.process
@@ -96,9 +96,15 @@ def test_another_block_size_than_the_pools_is_refused_with_both_numbers(shared: 
     try:
         until(lambda: first.attached, what=str(first_notes))
         said = refusal_of(shared, "large", block_bytes=65536)
+        refusal_of(shared, "large", block_bytes=65536)
+        alarm = kvferry("status", "--check", "--run-dir", shared.run_dir)
     finally:
         first.close()
     print(said)
+    assert alarm.returncode == 1
+    assert "engine 'large': its rank 0 is refused: layout.slot_bytes: rank 0 needs" in alarm.stdout
+    told = [line for line in shared.lines if "layout.slot_bytes" in line]
+    assert len(told) == 1 and "engine 'large' rank 0 is refused" in told[0], told
     assert "layout.slot_bytes" in said
     assert str(4096 * 2) in said and str(4096 + 65536) in said
 

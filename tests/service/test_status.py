@@ -46,20 +46,33 @@ def test_plain_values_come_first_then_one_block_for_each_map_and_list() -> None:
 
 def test_what_is_amiss_has_a_line_each_and_nothing_has_none() -> None:
     """Case 53: the state of each rank, for an alarm."""
+    engine = {"engine_id": "e", "registered": True, "attached": 1, "world_size": 1}
     well = {
         "no_spare": [],
         "restarting": False,
-        "engines": [{"engine_id": "e", "ranks": [{"rank": 0, "state": "attached"}]}],
+        "draining": False,
+        "refused": [],
+        "engines": [{**engine, "ranks": [{"rank": 0, "state": "attached"}]}],
     }
     assert amiss(well) == []
     ill = {
         "no_spare": [{"rank": 1, "tries": 3, "why": "exited with code 2 (device.open: no room)"}],
         "restarting": True,
-        "engines": [{"engine_id": "e", "ranks": [{"rank": 0, "state": "lost"}, {"rank": 1, "state": "attached"}]}],
+        "draining": True,
+        "refused": [{"engine_id": "f", "half": "rank 0", "code": "layout.slot_bytes", "text": "too large", "ago_s": 4}],
+        "engines": [
+            {**engine, "world_size": 2, "ranks": [{"rank": 0, "state": "lost"}, {"rank": 1, "state": "attached"}]},
+            {**engine, "engine_id": "f", "attached": 0, "ranks": []},
+            {**engine, "engine_id": "gone", "registered": False, "attached": 0, "ranks": []},
+        ],
     }
     assert amiss(ill) == [
         "rank 1 has no spare: exited with code 2 (device.open: no room)",
+        "engine 'e': 1 of 2 ranks attached, it runs without a cache",
         "engine 'e': rank 0 is lost",
+        "engine 'f': 0 of 1 ranks attached, it runs without a cache",
+        "engine 'f': its rank 0 is refused: layout.slot_bytes: too large",
+        "draining: takes nothing new until `kvferry drain --resume`",
         "a new daemon waits for workers of the old one",
     ]
 
@@ -111,7 +124,7 @@ def test_a_check_is_json_too_if_it_is_asked_for_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lock.say(SERVING)
-    answer = {"no_spare": lacking, "engines": [], "restarting": False}
+    answer = {"no_spare": lacking, "engines": [], "restarting": False, "refused": [], "draining": False}
     monkeypatch.setattr(status, "ask_status", lambda _: answer)
     assert asked(tmp_path, "--check", "--json") == len(lacking)
     said = json.loads(capsys.readouterr().out)
