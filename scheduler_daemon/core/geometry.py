@@ -32,7 +32,9 @@ class Geometry:
             "layout.slot_bytes",
             f"rank {rank} needs slots of {slot_bytes(payload_bytes)} bytes;"
             f" the pool is cut into slots of {self._slot_bytes[rank]} bytes",
-            "use the same block size and KV dtype in all engines of one sidecar, or start another sidecar",
+            "if no engine of that size runs any more, `kvferry reset --all` forgets the keys it left, and this one"
+            " attaches by itself; else use the same block size and KV dtype in all engines of one sidecar,"
+            " or start another sidecar with another --run-dir",
         )
 
     def fix(self, rank: int, payload_bytes: int, pool_bytes: int) -> None:

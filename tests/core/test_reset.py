@@ -270,3 +270,21 @@ def test_a_reset_costs_what_is_under_way_and_not_what_is_held(num_keys, worlds):
 
 def test_keys_helper_is_wide_enough_for_many():
     assert len(set(keys(*range(5000)))) == 5000
+
+
+def test_keys_that_a_gone_engine_left_keep_another_block_size_out_until_all_is_reset(world):
+    """What the refusal says is the remedy, and enough."""
+    gone = world.engine("gone")
+    gone.hold([1, 2], ticket=1)
+    gone.goodbye()
+    for rank in (0, 1):
+        gone.die(rank)
+    other = Engine(world, "other", payload=8192)
+    other.attach(0)
+    [refused] = world.heard(other.worker_link[0], Refused)
+    assert refused.code == "layout.slot_bytes" and "kvferry reset --all" in refused.fix
+    assert reset(world).keys == 2
+    later = world.engine("later", payload=8192)
+    hear(later)
+    later.hold([1], ticket=1)
+    assert later.lookup(2, [1, 2]).hits == 1
