@@ -14,7 +14,7 @@ from kvferry.cli.flags import add_run_dir, run_dir_of
 from kvferry.net.paths import RunDir
 from kvferry.proto.errors import ConfigError, KvferryError
 from kvferry.supervise import kept
-from kvferry.supervise.rundir import SERVING, read_lock
+from kvferry.supervise.rundir import SERVING, left_in, read_lock
 
 HELP = "show what the sidecar holds and does"
 
@@ -50,6 +50,8 @@ def _ask(arguments: argparse.Namespace, run_dir: RunDir, held: kept.Kept | None)
             text += f"\n  kept for the next `kvferry up`: {held}; `kvferry down` removes it"
         elif held is not None:
             text += f"\n  left behind: {held}, of no use ({held.unusable}); the next `up` or `down` removes it"
+        if names := left_in(run_dir):
+            text += f"\n  left by one that was killed: {', '.join(names)}; the next `up` or `down` removes them"
         return _absent(arguments.json, text, "absent", held)
     pid, doing = holder
     if doing != SERVING:

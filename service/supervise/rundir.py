@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 from kvferry.net.paths import RunDir
+from kvferry.proto import limits
 from kvferry.proto.errors import ConfigError
 from kvferry.supervise import kept
 
@@ -108,7 +109,10 @@ class Lock:
 
 
 def read_lock(run_dir: RunDir) -> tuple[int, str] | None:
-    """(pid, what it is doing) of the sidecar that holds the lock; None if nobody does."""
+    """(pid, what it is doing) of the sidecar that holds the lock; None if nobody does.
+
+    ConfigError if this user may not look: that says nothing of who runs there.
+    """
     try:
         with run_dir.lock.open() as file:
             try:
@@ -116,6 +120,12 @@ def read_lock(run_dir: RunDir) -> tuple[int, str] | None:
             except BlockingIOError:
                 lines = file.read().splitlines()
                 return (int(lines[0]), lines[1]) if len(lines) >= 2 and lines[0].isdigit() else (0, "starting")
+    except PermissionError as error:
+        raise ConfigError(
+            "run_dir.unusable",
+            f"user {os.geteuid()} may not look into the run dir {run_dir.path}: {error.strerror}",
+            "run this as the user of its `kvferry up`, or name another directory: --run-dir DIR or KVFERRY_RUN_DIR",
+        ) from None
     except OSError:
         pass
     return None
@@ -136,8 +146,8 @@ def listen(path: Path) -> socket.socket:
 
 
 def clean_up(run_dir: RunDir) -> None:
-    """Remove all sockets."""
-    for path in [run_dir.daemon, run_dir.tether, *run_dir.path.glob("rank-*.sock")]:
+    """Remove all sockets, by their names: there may be no descriptor left to list the directory with."""
+    for path in [run_dir.daemon, run_dir.tether, *(run_dir.rank(rank) for rank in range(limits.MAX_RANKS))]:
         path.unlink(missing_ok=True)
 
 

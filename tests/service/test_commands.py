@@ -1,5 +1,6 @@
 """Flags of `reset`, `drain` and `down` that cannot be, and what they say where nothing runs."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,32 @@ def test_down_removes_what_a_killed_up_has_left_and_a_directory_that_only_kvferr
     assert said == f"no kvferry runs at {run_dir}; removed what a killed one left: {', '.join(NAMES)}\n"
     assert run_dir.exists() is not is_default
     assert main(["down", "--run-dir", str(run_dir)]) == 1
+
+
+def test_status_names_what_a_killed_up_has_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("daemon.sock", "kvferry.lock", "notes.txt"):
+        (tmp_path / name).touch()
+    assert main(["status", "--run-dir", str(tmp_path)]) == 1
+    first, left = capsys.readouterr().err.splitlines()
+    assert first == f"no kvferry runs at {tmp_path}"
+    assert left == "  left by one that was killed: daemon.sock, kvferry.lock; the next `up` or `down` removes them"
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--check"], ["drain"], ["down"], ["reset", "--all"]])
+def test_a_run_dir_that_one_may_not_enter_is_not_said_to_be_empty(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "theirs"
+    run_dir.mkdir(mode=0)
+    user = os.geteuid()
+    if user == 0:  # may enter all
+        os.seteuid(65534)
+    try:
+        assert main([*command, "--run-dir", str(run_dir)]) == 2
+    finally:
+        os.seteuid(user)
+    said = capsys.readouterr().err
+    assert said.startswith("run_dir.unusable: user ") and f"may not look into the run dir {run_dir}" in said
 
 
 def test_down_leaves_what_is_not_of_kvferry(tmp_path: Path) -> None:
