@@ -15,6 +15,7 @@ from kvferry.net.paths import RunDir
 from kvferry.proto.errors import ConfigError, KvferryError
 from kvferry.supervise import kept
 from kvferry.supervise.rundir import SERVING, left_in, read_lock
+from kvferry.units import counted
 
 HELP = "show what the sidecar holds and does"
 
@@ -71,7 +72,7 @@ def _ask(arguments: argparse.Namespace, run_dir: RunDir, held: kept.Kept | None)
     if arguments.json:
         _print(status)
     else:
-        print("\n".join(table(status)))
+        print("\n".join(table({**status, "found": found(status["counters"])})))
     return 0
 
 
@@ -105,6 +106,14 @@ def amiss(status: dict[str, Any]) -> list[str]:
     if status["draining"]:
         lines.append("draining: takes nothing new until `kvferry drain --resume`")
     return lines + (["a new daemon waits for workers of the old one"] if status["restarting"] else [])
+
+
+def found(counters: dict[str, int]) -> str:
+    """The share of the keys that engines asked this daemon for and that it held."""
+    asked = counters.get("lookup_keys", 0)
+    if not asked:
+        return "nothing was asked for yet"
+    return f"{counters.get('lookup_keys_hit', 0) / asked:.1%} of {counted(asked, 'key')} asked for"
 
 
 def table(status: dict[str, Any]) -> list[str]:

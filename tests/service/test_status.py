@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.cli import status
 from kvferry.cli.main import main
-from kvferry.cli.status import amiss, table
+from kvferry.cli.status import amiss, found, table
 from kvferry.net.paths import RunDir
 from kvferry.supervise.rundir import SERVING, Lock
 
@@ -42,6 +42,12 @@ def test_plain_values_come_first_then_one_block_for_each_map_and_list() -> None:
         "",
         "namespaces: none",
     ]
+
+
+def test_the_share_of_keys_that_were_found_is_told_and_of_none_there_is_no_share() -> None:
+    assert found({}) == "nothing was asked for yet"
+    assert found({"lookup_keys": 1_200, "lookup_keys_hit": 1_000}) == "83.3% of 1,200 keys asked for"
+    assert found({"lookup_keys": 1}) == "0.0% of 1 key asked for"
 
 
 def test_what_is_amiss_has_a_line_each_and_nothing_has_none() -> None:
