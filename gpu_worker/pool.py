@@ -15,6 +15,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,13 @@ def remove(path: Path) -> None:
 
 
 def _check_room(path: Path, total: int) -> None:
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if 0 <= most < total:
+        raise ConfigError(
+            "limit.file_size",
+            f"{path} needs {total} bytes, but this process may make no file larger than {most} bytes",
+            "raise the limit (`ulimit -f unlimited`; systemd: LimitFSIZE=infinity), or give less --host-memory",
+        )
     try:
         stat = os.statvfs(path.parent)
     except OSError as error:
@@ -108,7 +116,7 @@ def _reserve(fd: int, path: Path, total: int, progress: Progress) -> None:
         try:
             os.posix_fallocate(fd, start, stop - start)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise ConfigError("pool.create", f"{path} cannot be reserved: {error.strerror}") from None
             # Somebody else took the room between the question and now.
             stat = os.statvfs(path.parent)

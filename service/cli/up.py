@@ -12,6 +12,7 @@ import os
 from kvferry import logs
 from kvferry.cli.flags import add_settings, settings_of
 from kvferry.settings import Settings, unknown_environment
+from kvferry.supervise.limits import lacking
 from kvferry.supervise.shell import Sidecar
 
 HELP = "start a sidecar and watch it"
@@ -29,4 +30,10 @@ def run(arguments: argparse.Namespace) -> int:
     logs.set_up(settings.log_level)
     for name in unknown_environment(os.environ):
         logging.getLogger("kvferry.up").warning("the environment has %s: no such setting, ignored", name)
-    return Sidecar(settings).run()
+    try:
+        return Sidecar(settings).run()
+    except (OSError, MemoryError) as error:
+        limit = lacking(error, settings.tp_size, settings.rank_bytes)
+        if limit is None:
+            raise
+        raise limit from None

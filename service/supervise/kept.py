@@ -13,10 +13,11 @@ import numpy as np
 from kvferry.gpu_worker.pool import read_header as read_pool_header
 from kvferry.net.paths import RunDir
 from kvferry.proto.errors import ConfigError
-from kvferry.proto.limits import PAGE_BYTES
+from kvferry.proto.limits import MAX_RANKS, PAGE_BYTES
 from kvferry.scheduler_daemon.core.header import HEADER_BYTES, Header, misfit, read_header
 from kvferry.scheduler_daemon.core.slots import RECORD, SlotState
 from kvferry.scheduler_daemon.table import machine_boot
+from kvferry.supervise.limits import NO_DESCRIPTOR
 from kvferry.units import counted, format_bytes
 
 
@@ -45,9 +46,9 @@ class Kept:
 
 
 def own_files(run_dir: RunDir) -> list[Path]:
-    """Pool and table files of this instance that exist."""
-    table = run_dir.table
-    return sorted(table.parent.glob(table.name.removesuffix("table") + "*"))
+    """Pool and table files of this instance that exist; no descriptor is needed to find them."""
+    named = [run_dir.table, *(run_dir.pool(rank) for rank in range(MAX_RANKS))]
+    return sorted(path for path in named if os.path.lexists(path))
 
 
 def not_ours(path: Path) -> str:
@@ -83,7 +84,10 @@ def size_of(paths: list[Path]) -> int:
 
 
 def look(run_dir: RunDir, tp_size: int | None = None, slots_bytes: int | None = None) -> Kept | None:
-    """What is there; None if nothing is. Of use only to `tp_size` ranks of `slots_bytes` each, if they are given."""
+    """What is there; None if nothing is. Of use only to `tp_size` ranks of `slots_bytes` each, if they are given.
+
+    OSError if there is no descriptor to look with: that says nothing of the files.
+    """
     files = own_files(run_dir)
     if not files:
         return None
@@ -97,6 +101,8 @@ def look(run_dir: RunDir, tp_size: int | None = None, slots_bytes: int | None = 
     except ConfigError as error:
         return Kept(tuple(files), nbytes, unusable=error.text)
     except (Unusable, OSError) as error:
+        if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
+            raise
         return Kept(tuple(files), nbytes, unusable=str(error))
     return Kept(tuple(files), nbytes, header.num_slots, filled)
 

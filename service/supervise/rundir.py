@@ -12,6 +12,7 @@ from kvferry.net.paths import RunDir
 from kvferry.proto import limits
 from kvferry.proto.errors import ConfigError
 from kvferry.supervise import kept
+from kvferry.supervise.limits import NO_DESCRIPTOR
 
 SERVING = "serving"  # what the lock file says when the daemon answers
 
@@ -21,7 +22,7 @@ def make_private(run_dir: RunDir) -> bool:
 
     ConfigError naming it and the fix if it cannot be used, is another user's, or is open to others.
     """
-    path = run_dir.path
+    path, created = run_dir.path, False
     try:
         created = not path.exists()  # raises where a directory above may not be entered
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -30,6 +31,10 @@ def make_private(run_dir: RunDir) -> bool:
         probe.touch()
         probe.unlink()
     except OSError as error:
+        if created:
+            remove_if_empty(run_dir)
+        if error.errno in NO_DESCRIPTOR:  # the directory may be as it should
+            raise
         raise ConfigError(
             "run_dir.unusable",
             f"cannot write in the run dir {path}: {error.strerror}",

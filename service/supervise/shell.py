@@ -7,6 +7,7 @@ the settings is found before anything is made. The pool and its table outlive us
 `kvferry down`; everything else goes, and what a SIGKILL leaves of it the next start sweeps.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -25,7 +26,7 @@ from kvferry.net.paths import RunDir
 from kvferry.process import name_process
 from kvferry.proto.limits import PAGE_BYTES
 from kvferry.settings import Settings
-from kvferry.supervise import gpus, kept, memory, rundir, sweep, vitals
+from kvferry.supervise import gpus, kept, limits, memory, rundir, sweep, vitals
 from kvferry.supervise.api import (
     Action,
     Answered,
@@ -104,9 +105,25 @@ class Sidecar:
     def run(self) -> int:
         """Serve until stopped; the exit code. ConfigError before anything was started if it cannot work."""
         name_process("kvferry-up")
-        created = rundir.make_private(self._run_dir)
-        self._lock = rundir.Lock(self._run_dir)
-        self._signals = Signals()
+        with contextlib.ExitStack() as last:
+            if rundir.make_private(self._run_dir):
+                last.callback(rundir.remove_if_empty, self._run_dir)
+            self._lock = rundir.Lock(self._run_dir)
+            last.callback(self._lock.release)
+            self._signals = Signals()
+            left = self._run()
+        assert self._finish is not None
+        if self._finish.code:
+            say(f"kvferry: {self._finish.text}", sys.stderr)
+            self._manager.say(STATUS=self._finish.text)
+        else:
+            log.info("stopped: %s", self._finish.text)
+        log.info("%s", left)
+        return self._finish.code
+
+    def _run(self) -> str:
+        """From the pool to its end; the line that says what is left of it."""
+        left = ""
         s = self._settings
         try:
             self._gpus = gpus.find(s)
@@ -132,31 +149,23 @@ class Sidecar:
                 listener.close()
             self._selector.close()
             self._signals.close()
-            left = ""
             if self._owns:
                 rundir.clean_up(self._run_dir)
                 left = self._leave_pool()
-            self._lock.release()
-            if created:
-                rundir.remove_if_empty(self._run_dir)
-        assert self._finish is not None
-        if self._finish.code:
-            say(f"kvferry: {self._finish.text}", sys.stderr)
-            self._manager.say(STATUS=self._finish.text)
-        else:
-            log.info("stopped: %s", self._finish.text)
-        log.info("%s", left)
-        return self._finish.code
+        return left
 
     def _check_memory(self, freed_bytes: int) -> None:
         memory.check(self._settings.rank_bytes * self._settings.tp_size, memory.read_machine().after(freed_bytes))
 
     def _leave_pool(self) -> str:
         """Keep the pool or drop it; the line that says so."""
-        found = kept.look(self._run_dir)
-        keep = self._finish is None or self._finish.keep
-        if found is not None and keep and not found.unusable:
-            return f"kept for the next `kvferry up`: {found}; `kvferry down` removes it"
+        if self._finish is None or self._finish.keep:
+            try:
+                found = kept.look(self._run_dir)
+            except OSError as error:  # no descriptor left to look with: the next start looks
+                return f"what the pool holds cannot be seen ({error.strerror}), and stays for the next `kvferry up`"
+            if found is not None and not found.unusable:
+                return f"kept for the next `kvferry up`: {found}; `kvferry down` removes it"
         rundir.remove_files(self._run_dir)
         return "nothing is kept"
 
@@ -297,7 +306,8 @@ class Sidecar:
         except OSError as error:  # no memory, no process or no descriptor left
             # Once all serves, the core says it, and not with each try.
             is_start = self._core.phase is Phase.STARTING
-            log.log(logging.ERROR if is_start else logging.DEBUG, "cannot start %s: %s", module, error)
+            why = limits.lacking(error, self._settings.tp_size, self._settings.rank_bytes) or error
+            log.log(logging.ERROR if is_start else logging.DEBUG, "cannot start %s: %s", module, why)
             self._do(Failed(child, f"cannot be started: {error}"))
             self._do(Exited(child, os.EX_OSERR))
             return

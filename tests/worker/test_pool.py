@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -69,6 +70,16 @@ def test_a_pool_larger_than_the_free_room_is_refused_with_both_numbers_and_no_fi
     assert str(4 * free + PAGE_BYTES) in caught.value.text
     assert "free" in caught.value.text and "--host-memory" in caught.value.fix
     assert not shm.exists()
+
+
+def test_a_limit_on_the_size_of_files_is_named_with_both_numbers_and_not_taken_for_a_full_file_system(shm, monkeypatch):
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (10 * 1024, hard))
+    with pytest.raises(ConfigError) as caught:
+        create(shm, MIB, "i")
+    assert caught.value.code == "limit.file_size" and not shm.exists()
+    assert str(MIB + PAGE_BYTES) in caught.value.text and "10240 bytes" in caught.value.text
+    assert "ulimit -f" in caught.value.fix and "LimitFSIZE=" in caught.value.fix
 
 
 def test_room_that_goes_while_the_pool_is_made_is_refused_too(shm, monkeypatch):
