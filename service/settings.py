@@ -40,6 +40,15 @@ MIN_RANK_BYTES: Final = 3 * limits.PAGE_BYTES
 SIZES: Final = ("host_memory", "in_flight")
 TIMES: Final = ("lease", "job_deadline", "load_deadline", "kill_grace")
 
+
+def _number(given: object) -> object:
+    if isinstance(given, bool):  # would be taken for 0 or 1
+        raise ValueError(f"{str(given).lower()} is no number")
+    return given
+
+
+Int = Annotated[int, BeforeValidator(_number)]
+Float = Annotated[float, BeforeValidator(_number)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 
@@ -78,7 +87,7 @@ class Settings(BaseSettings):
     run_dir: Directory = Field(
         None, description="directory of sockets and lock; default $XDG_RUNTIME_DIR/kvferry, else a directory in /tmp"
     )
-    tp_size: int = Field(
+    tp_size: Int = Field(
         1, ge=1, le=limits.MAX_RANKS, description="ranks of the engines that will attach (their tensor-parallel size)"
     )
     host_memory: Bytes = Field(
@@ -92,7 +101,7 @@ class Settings(BaseSettings):
         "required", description="a pool that the GPU's driver does not pin is refused, or used all the same, slower"
     )
     lease: Seconds = Field(10.0, gt=0, le=3600, description="how long a lookup's hits stay pinned without a renewal")
-    lease_share: float = Field(
+    lease_share: Float = Field(
         0.5, gt=0, le=1, allow_inf_nan=False, description="the part of the pool that leases may pin"
     )
     job_deadline: Seconds = Field(
@@ -101,9 +110,11 @@ class Settings(BaseSettings):
     load_deadline: Seconds = Field(5.0, gt=0, le=3600, description="the same for a load, if it is shorter")
     kill_grace: Seconds = Field(2.0, gt=0, le=3600, description="after a cancel, a worker without a word is killed")
     in_flight: Bytes = Field(
-        parse_bytes("1GiB"), gt=0, description="bytes that one engine may have under way in each direction"
+        parse_bytes("1GiB"),
+        gt=0,
+        description="bytes of stores that one engine may have under way; one block always may, loads are not bounded",
     )
-    restarts: int = Field(5, ge=0, le=1_000_000, description="deaths of the daemon within 30 s that are survived")
+    restarts: Int = Field(5, ge=0, le=1_000_000, description="deaths of the daemon within 30 s that are survived")
     keep: bool = Field(False, description="keep the pool on Ctrl-C too, for the next start")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged to stderr")
 

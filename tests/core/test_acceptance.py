@@ -303,6 +303,19 @@ def test_too_many_bytes_in_flight_refuse_the_keys_past_the_bound(worlds):
     engine.finish(loads.job(5))
 
 
+def test_a_bound_below_one_block_lets_one_after_the_other_move_and_does_not_shut_all_out(worlds):
+    world = worlds(max_in_flight_bytes=1)
+    engine = world.engine()
+    for n in (1, 2):
+        answer = engine.step(stores=[Job(n, n, [n, n + 10], [n, n + 10])])
+        assert (answer.accepted(n), answer.reason(n)) == (1, Reason.BUSY)
+        engine.finish(answer.job(n))
+    assert engine.lookup(3, [1]).hits == 1
+    loads = engine.step(loads=[Job(4, 4, [1], [5]), Job(5, 5, [2], [6])])
+    assert [loads.reason(t) for t in (4, 5)] == [Reason.NONE, Reason.NONE]
+    engine.finish(loads.job(4), loads.job(5))
+
+
 # ---- steps ---------------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,9 @@ def test_an_empty_run_dir_is_refused_but_for_the_variable(monkeypatch: pytest.Mo
     ("toml", "code", "words"),
     [
         ("tp_sise = 2\n", "settings.unknown", ["tp_sise", "did you mean tp_size"]),
+        ("tp_size = true\n", "settings.tp_size", ["tp_size in", "true is no number"]),
+        ("restarts = false\n", "settings.restarts", ["false is no number"]),
+        ("lease_share = true\n", "settings.lease_share", ["true is no number"]),
         ("tp_size = 0\n", "settings.tp_size", ["tp_size in", "greater than or equal to 1", "0"]),
         ("tp_size = 65\n", "settings.tp_size", ["64", "65"]),
         ('host_memory = "0"\n', "settings.host_memory", ["greater than 0", "0"]),
