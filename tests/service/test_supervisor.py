@@ -167,6 +167,20 @@ def test_a_child_that_dies_before_the_first_ready_ends_the_start_with_its_name()
         assert "exited with code 1 before kvferry was ready" in finish.text
 
 
+def test_a_spare_that_was_taken_and_has_ended_when_both_are_read_is_no_spare_that_failed() -> None:
+    """As after a stop of the supervisor itself: the words come in one breath, the last of them before the reap."""
+    drill = Drill().serve()
+    worker = drill.spares[0]
+    drill.do(Taken(worker, "a"))
+    next_one = drill.spares[0]
+    assert next_one != worker
+    drill.do(Exited(worker, 0))
+    assert not drill.of(Note)
+    assert drill.spares[0] == next_one, "one is on its way already"
+    [listed] = drill.told("workers")
+    assert listed["no_spare"] == [] and listed["spares_failed"] == 0
+
+
 def test_a_dead_daemon_is_replaced_at_once_and_nobody_else_ends() -> None:
     """Case 45."""
     drill = Drill().serve()
