@@ -13,7 +13,7 @@ keys = [bytes([n]) * 32 for n in range(4)]  # in an engine: a hash of the whole 
 rank = RankClient("hello", 0, world_size=1, memory=memory, on_note=print)
 client = Client("hello", world_size=1, key_bytes=32, num_blocks=16, block_tokens=16, on_note=print)
 with rank, client:
-    wait_for(lambda: client.attached, "attached to a sidecar; is `kvferry up --tp-size 1` running?")
+    wait_for(lambda: client.attached, "attached to a sidecar; the lines before this say why")
     kv[:4] = before = np.random.default_rng(0).integers(1, 256, (4, 4096))
     client.store("request 1", keys, [0, 1, 2, 3])
     rank.begin_stores(client.end_step())  # once in each engine step
