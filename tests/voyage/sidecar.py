@@ -135,6 +135,7 @@ class Sidecar:
                 self._log("sidecar", "a spare of rank {} does not start", rank)
                 self.barren -= 1
                 self.failed += 1
+                self._unheard.append(child)
                 self._do(core, up.Spawned(child, child & 0xFFFF | 1))
                 failed_ns = 1 * MS + child % (20 * MS)
                 self._hear(failed_ns, up.Failed(child, "no memory is left on the GPU"))
