@@ -18,9 +18,9 @@ from kvferry.client.marks import Mark
 from kvferry.cuda.driver import CudaError
 from kvferry.proto.page import PageWriter
 from kvferry.proto.tether import Begin, CancelTickets, MarkMode
+from tests.client.dock import ONE_LOAD, Dock, attached, until
 from tests.client.fake_gpu import FakeEngine, GpuTensor
 from tests.client.fakes import numbers_of
-from tests.client.test_rank_shell import ONE_LOAD, Dock, attached, until
 from tests.cuda.stubs import Stub
 
 STANDS_STILL = "copy hang"  # the GPU's work, until the stub is told otherwise

@@ -14,8 +14,8 @@ from kvferry import Directive, KVMemory, RankClient, from_arrays, shared_array
 from kvferry.client.marks import Mark
 from kvferry.proto.page import PageWriter
 from kvferry.proto.tether import Begin, CancelTickets, MarkMode
+from tests.client.dock import ONE_LOAD, Dock, attached, until
 from tests.client.fakes import numbers_of
-from tests.client.test_rank_shell import ONE_LOAD, Dock, attached, until
 
 STORES = Directive(1, stores=(5,))
 
