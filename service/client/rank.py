@@ -254,8 +254,7 @@ class RankClient:
             self._thread.join(wait_s)
         with self._lock:
             if tether is not None:
-                for message in last_words:
-                    self._core.on_message(message, tether.worker)
+                self._guarded(lambda: self._hear(last_words, tether.worker))
             self._lose()
             self._page.revoke(sorted(self._core.open_stores))
             self._guarded(self._look_for_proof)
@@ -310,8 +309,7 @@ class RankClient:
     def _watch(self) -> None:
         """Read words, notice ends, apply deadlines."""
         if self._tether is not None:
-            for message in self._tether.receive():
-                self._core.on_message(message, self._tether.worker)
+            self._hear(self._tether.receive(), self._tether.worker)
             if self._tether.ended:
                 self._note("the worker went away; looking for another one")
                 self._lose()
@@ -319,12 +317,15 @@ class RankClient:
         self._send()
         self._look_for_proof()
 
+    def _hear(self, messages: list[Any], worker: int) -> None:
+        for message in messages:
+            self._core.on_message(message, worker)
+
     def _look_for_proof(self) -> None:
         for worker in self._proofs.dead():
             # The kernel delivers what was written before the death first: read it before judging.
             if self._tether is not None and self._tether.worker == worker:
-                for message in self._tether.receive():
-                    self._core.on_message(message, worker)
+                self._hear(self._tether.receive(), worker)
                 self._lose()
             self._core.dead(worker)
         awaited = self._core.awaited_workers()
